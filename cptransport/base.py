@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``TransportBase``: the bookkeeping that every transport shares, so that a transport is only how bytes move.
+
+It checks the order of verbs, routes and single takes, keeps the counters, turns the first failure into a broken
+transport, and leaves five hooks to the subclass::
+
+    _stage(current, retired)   wait until generation g-2 is released everywhere, return the buffers of g
+    _publish(current, to)      release the staged parts
+    _receive(current, wanted)  wait for and return parts of other ranks
+    _barrier()                 wait for all ranks
+    _close(broken)             free everything
+
+Hooks that wait on the host do it through ``self._wait``; it ends at the deadline or when a peer failed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from cptransport.control import ControlPlane, wait_until
+from cptransport.errors import (
+    CapabilityError,
+    GenerationError,
+    RouteError,
+    TransportClosedError,
+    TransportError,
+    TransportTimeoutError,
+)
+from cptransport.transport import (
+    Capabilities,
+    Gathered,
+    PartSpec,
+    PartStats,
+    Selection,
+    Slot,
+    TransportStats,
+)
+
+__all__ = ["Generation", "TransportBase"]
+
+
+@dataclass
+class Generation:
+    """One generation of one slot on this rank.
+
+    Attributes:
+        slot: as staged.
+        number: 1, 2, ...
+        staged: part name -> the buffer handed out (no autograd history).
+        to: destinations of ``publish``; None before it.
+        received: (part, source) -> tensor handed out, for parts with routes.
+        taken: (part, source) already handed out.
+    """
+
+    slot: Slot
+    number: int
+    staged: dict[str, Tensor] = field(default_factory=dict)
+    handed: dict[str, Tensor] = field(default_factory=dict)
+    to: tuple[int, ...] | None = None
+    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    taken: set[tuple[str, int]] = field(default_factory=set)
+    counted: bool = False
+
+
+class TransportBase:
+    """Base class of transports; see the module docstring for the hooks.
+
+    Args:
+        name: the backend's name.
+        device: where staged and fetched tensors live.
+        control: the control plane; gives rank and world size.
+        timeout_s: limit of every wait.
+        capabilities: what this transport can do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        device: torch.device,
+        control: ControlPlane,
+        timeout_s: float,
+        capabilities: Capabilities,
+    ) -> None:
+        self.name = name
+        self.rank = control.rank
+        self.world_size = control.world_size
+        self.device = device
+        self.capabilities = capabilities
+        self.selection = Selection(name, "argument", name)
+        self.control = control
+        self.timeout_s = timeout_s
+        self.strict = False
+        self._generations: dict[str, Generation] = {}
+        self._sent: defaultdict[str, int] = defaultdict(int)
+        self._arrived: defaultdict[str, int] = defaultdict(int)
+        self._messages = 0
+        self._waited_s = 0.0
+        self._closed = False
+        self._broken: BaseException | None = None
+
+    # --------------------------------------------------------------------------------------------------- hooks
+
+    def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
+        raise NotImplementedError
+
+    def _publish(self, current: Generation, to: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _receive(
+        self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
+    ) -> Mapping[tuple[str, int], Tensor]:
+        raise NotImplementedError
+
+    def _barrier(self) -> None:
+        raise NotImplementedError
+
+    def _close(self, broken: bool) -> None:
+        raise NotImplementedError
+
+    def _interrupt(self) -> None:
+        """End waits that are still under way elsewhere; called once when the transport breaks."""
+
+    # --------------------------------------------------------------------------------------------------- verbs
+
+    def stage(self, slot: Slot) -> Mapping[str, Tensor]:
+        """See ``BoundaryTransport.stage``."""
+        with self._guard():
+            self._check_routes(slot)
+            self.control.settle()
+            self.control.staged = True
+            previous = self._generations.get(slot.name)
+            current = Generation(slot, previous.number + 1 if previous else 1)
+            if previous is not None:
+                self._count_received(previous)
+            current.staged = dict(self._stage(current, previous))
+            # Handing out fresh views keeps the autograd history of what users copy in off the buffers.
+            current.handed = {name: buffer.detach() for name, buffer in current.staged.items()}
+            self._generations[slot.name] = current
+            return dict(current.handed)
+
+    def publish(self, slot: Slot, *, to: Sequence[int] | None = None) -> None:
+        """See ``BoundaryTransport.publish``."""
+        with self._guard():
+            current = self._current(slot, "publish")
+            if current.to is not None:
+                raise GenerationError(self._where(current) + " was already published")
+            for name, tensor in current.handed.items():
+                if tensor.requires_grad:
+                    raise TransportError(
+                        self._where(current)
+                        + f": staged part {name!r} requires grad; gradients do not travel with it, write into it under no_grad"
+                    )
+            destinations = tuple(range(self.world_size)) if to is None else tuple(to)
+            if len(set(destinations)) != len(destinations) or any(
+                not 0 <= rank < self.world_size for rank in destinations
+            ):
+                raise RouteError(
+                    f"publish to {list(destinations)}: ranks must be distinct and below {self.world_size}"
+                )
+            current.to = destinations
+            for part in slot.parts:
+                for rank in range(self.world_size):
+                    if self._moves(part, self.rank, rank, destinations):
+                        self._sent[part.name] += part.moved_bytes(self.rank, rank)
+                        self._messages += 1
+            self._publish(current, destinations)
+
+    def fetch(self, slot: Slot, part: str, *, source: int) -> Tensor:
+        """See ``BoundaryTransport.fetch``."""
+        with self._guard():
+            current = self._current(slot, "fetch")
+            spec = slot.part(part)
+            self._check_source(spec, source)
+            self._check_pairwise(current)
+            return self._take(current, [(spec, source)])[part, source]
+
+    def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
+        """See ``BoundaryTransport.gather``."""
+        with self._guard():
+            current = self._current(slot, "gather")
+            wanted: list[tuple[PartSpec, int]] = []
+            if parts is None:
+                wanted = [
+                    (part, source)
+                    for part in slot.parts
+                    for source in range(self.world_size)
+                    if part.routes is None or part.rows(source, self.rank) != ()
+                ]
+                names = [part.name for part in slot.parts]
+            else:
+                for name, sources in parts.items():
+                    for source in sources:
+                        self._check_source(slot.part(name), source)
+                    wanted += [(slot.part(name), source) for source in sources]
+                names = list(parts)
+            self._check_pairwise(current)
+            taken = self._take(current, wanted)
+            for name in names:  # a rank's own part is always at hand
+                taken.setdefault((name, self.rank), current.staged[name])
+            return Gathered(
+                {
+                    name: tuple(taken.get((name, source)) for source in range(self.world_size))
+                    for name in names
+                },
+                self.device,
+                {name: [s for s in range(self.world_size) if (name, s) in taken] for name in names},
+            )
+
+    def barrier(self) -> None:
+        """See ``BoundaryTransport.barrier``."""
+        with self._guard():
+            if self.world_size > 1:
+                self._barrier()
+
+    def stats(self) -> TransportStats:
+        """See ``BoundaryTransport.stats``."""
+        names = sorted({*self._sent, *self._arrived})
+        return TransportStats(
+            bytes_sent=sum(self._sent.values()),
+            bytes_received=sum(self._arrived.values()),
+            by_part={name: PartStats(self._sent[name], self._arrived[name]) for name in names},
+            messages=self._messages,
+            waited_s=self._waited_s,
+        )
+
+    def check(self) -> None:
+        """See ``BoundaryTransport.check``."""
+        with self._guard():
+            self.control.check()
+
+    def close(self) -> None:
+        """See ``BoundaryTransport.close``."""
+        if self._closed:
+            return
+        self._closed = True
+        self._close(self._broken is not None)
+        self._generations.clear()
+
+    def __enter__(self) -> TransportBase:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None and self._broken is None:
+            self.control.leave(error)
+            self._break(error)
+        self.close()
+
+    # ------------------------------------------------------------------------------------------- for subclasses
+
+    def _wait(
+        self,
+        arrived: Callable[[float], bool],
+        what: str,
+        *,
+        current: Generation | None = None,
+        missing: Callable[[], Sequence[int]] = tuple,
+    ) -> None:
+        """Wait on the host for ``arrived(seconds) -> bool``; see ``control.wait_until``."""
+
+        def describe(waited: float) -> TransportTimeoutError:
+            absent = list(missing())
+            place = f" (slot {current.slot.name!r}, generation {current.number})" if current else ""
+            return TransportTimeoutError(
+                f"rank {self.rank}: {what}{place}: waited {waited:.1f} s for rank"
+                + (f" {absent[0]}" if len(absent) == 1 else f"s {absent}")
+                + f"; the limit is {self.timeout_s:g} s",
+                peer=absent[0] if len(absent) == 1 else None,
+                slot=current.slot.name if current else None,
+                generation=current.number if current else None,
+                waited_s=waited,
+                missing=absent,
+            )
+
+        self._waited_s += wait_until(
+            arrived, control=self.control, timeout_s=self.timeout_s, describe=describe
+        )
+
+    def _moves(self, part: PartSpec, source: int, destination: int, to: Sequence[int]) -> bool:
+        """Whether a part goes from one rank to another, different one."""
+        if source == destination:
+            return False
+        return destination in to if part.routes is None else part.rows(source, destination) != ()
+
+    def _where(self, current: Generation) -> str:
+        return f"slot {current.slot.name!r}, generation {current.number}"
+
+    # ------------------------------------------------------------------------------------------------ internals
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        """Refuse closed and broken transports; a failed wait breaks this one, a caller's mistake does not."""
+        if self._closed:
+            raise TransportClosedError(f"transport {self.name!r} is closed")
+        if self._broken is not None:
+            raise TransportClosedError(
+                f"transport {self.name!r} broke earlier and can only be closed: {self._broken}"
+            ) from self._broken
+        try:
+            yield
+        except (GenerationError, RouteError, CapabilityError):
+            raise
+        except TransportError as error:
+            if type(error) is not TransportError:
+                self._break(error)
+            raise
+
+    def _break(self, error: BaseException) -> None:
+        if self._broken is None:
+            self._broken = error
+            self.control.report(error, fatal=True)  # before connections close, so that peers read the cause
+            self._interrupt()
+
+    def _check_routes(self, slot: Slot) -> None:
+        for part in slot.parts:
+            for route in part.routes or ():
+                if max(route[:2]) >= self.world_size:
+                    raise RouteError(
+                        f"slot {slot.name!r}, part {part.name!r}: route {route} is outside world size {self.world_size}"
+                    )
+
+    def _check_source(self, part: PartSpec, source: int) -> None:
+        if not 0 <= source < self.world_size:
+            raise RouteError(f"source {source} is outside world size {self.world_size}")
+        if part.routes is not None and part.rows(source, self.rank) == ():
+            raise RouteError(
+                f"part {part.name!r}: no route from rank {source} to rank {self.rank}"
+            )
+
+    def _check_pairwise(self, current: Generation) -> None:
+        if current.to is None and not self.capabilities.pairwise:
+            raise CapabilityError(
+                f"transport {self.name!r} is not pairwise: publish {current.slot.name!r} before taking from it"
+            )
+
+    def _current(self, slot: Slot, verb: str) -> Generation:
+        current = self._generations.get(slot.name)
+        if current is None:
+            raise GenerationError(f"{verb} of slot {slot.name!r} before its first stage")
+        if current.slot is not slot and current.slot != slot:
+            raise GenerationError(
+                f"{verb} of slot {slot.name!r} with other parts than generation {current.number} was staged with"
+            )
+        return current
+
+    def _take(
+        self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
+    ) -> dict[tuple[str, int], Tensor]:
+        result: dict[tuple[str, int], Tensor] = {}
+        absent: list[tuple[PartSpec, int]] = []
+        for part, source in wanted:
+            key = (part.name, source)
+            if part.routes is None and key in current.taken:
+                raise GenerationError(
+                    self._where(current) + f": part {part.name!r} of rank {source} was already taken"
+                )
+            if source == self.rank:
+                if current.to is None or (part.routes is None and self.rank not in current.to):
+                    raise GenerationError(
+                        self._where(current) + ": this rank did not publish to itself, taking would wait for ever"
+                    )
+                result[key] = current.staged[part.name]
+            elif key in current.received:
+                result[key] = current.received[key]
+            else:
+                absent.append((part, source))
+        if absent:
+            received = self._receive(current, absent)
+            current.received.update(received)
+            result.update(received)
+            self._count_received(current)
+            for part, source in absent:
+                if part.routes is None:
+                    self._arrived[part.name] += part.nbytes
+                    self._messages += 1
+        current.taken.update(result)
+        return result
+
+    def _count_received(self, current: Generation) -> None:
+        """Count what the routes bring to this rank in a generation, once; all of it moves, looked at or not."""
+        if current.counted:
+            return
+        current.counted = True
+        for part in current.slot.parts:
+            if part.routes is None:
+                continue
+            for source in range(self.world_size):
+                if self._moves(part, source, self.rank, ()):
+                    self._arrived[part.name] += part.moved_bytes(source, self.rank)
+                    self._messages += 1

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The control plane of one transport: who raised where, and agreement of ranks, over a key-value store.
+
+No collective. Every op call, forward and backward alike, is one *step*; all ranks number their steps alike. A rank that
+raises leaves a record ``(step, rank, text, fatal)``; others look for records whenever a wait does not end at once:
+
+* a record of my current or an earlier step in which I did not raise myself: ``PeerFailedError``;
+* a record of a later step: ignored, the peer has given all that my step needs;
+* I raised in that step too, before staging anything: the transport stays usable once *every* rank has (``settle``).
+
+A ``fatal`` record (raised after staging, a wait that failed, a rank that left) means that the rank will not go on.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
+
+__all__ = ["POLL_S", "ControlPlane", "group_store"]
+
+#: How long a host wait sleeps before it looks for records of peers again.
+POLL_S = 0.02
+
+_counters: dict[tuple[str, str], int] = {}
+_counters_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Record:
+    step: int
+    rank: int
+    text: str
+    fatal: bool
+
+
+def group_store(group: Any, purpose: str) -> Any:
+    """Return a store that only the members of a process group share, fresh for every call in the group's order.
+
+    Args:
+        group: a ``torch.distributed`` process group, or None for the default one.
+        purpose: first part of the keys' prefix.
+
+    Collective: no communication, but all members must call it equally often per purpose.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    group = group if group is not None else dist.group.WORLD
+    store = c10d._get_process_group_store(group).clone()  # a client of its own: no wait of torch's blocks ours
+    key = (c10d._get_process_group_name(group), purpose)
+    with _counters_lock:
+        count = _counters[key] = _counters.get(key, -1) + 1
+    return dist.PrefixStore(f"cptransport/{purpose}/{count}", store)
+
+
+class ControlPlane:
+    """Abort records and agreement of one transport.
+
+    Args:
+        store: a ``torch.distributed`` store that exactly the transport's ranks share, with a prefix of its own.
+        rank: this rank in the group.
+        world_size: ranks of the group.
+        timeout_s: limit of its own waits.
+    """
+
+    def __init__(self, store: Any, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store = store
+        self.rank = rank
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.step = 0
+        self.staged = False  # did this rank stage anything in the current step
+        self._records: dict[tuple[int, int], _Record] = {}
+        self._read = 0
+        self._raised: dict[int, bool] = {}  # own records: step -> fatal
+        self._unsettled: int | None = None
+        self._agreements = 0
+
+    # ----------------------------------------------------------------------------------------- steps and records
+
+    def begin_step(self) -> int:
+        """Open the next step (an op's forward or backward) and return its number."""
+        self.step += 1
+        self.staged = False
+        return self.step
+
+    def report(self, error: BaseException, *, fatal: bool) -> None:
+        """Leave a record that this rank raised in its current step; never raises."""
+        if self.world_size == 1 or self._raised.get(self.step):
+            return
+        self._raised[self.step] = fatal
+        if not fatal:
+            self._unsettled = self.step
+        text = f"{type(error).__name__}: {error}"
+        record = json.dumps([self.step, self.rank, text, fatal])
+        try:
+            index = self._store.add("records", 1)
+            self._store.set(f"record/{index}", record)
+        except Exception:  # the store is gone with its host; peers see the connection close
+            return
+
+    def leave(self, error: BaseException) -> None:
+        """Leave a record that this rank will never take part again, whatever step its peers are in."""
+        step, self.step = self.step, 0
+        self._raised.pop(0, None)
+        self.report(error, fatal=True)
+        self.step = step
+
+    def check(self) -> None:
+        """Raise what peers have reported.
+
+        Raises:
+            PeerFailedError: a peer raised in a step that this rank is in or has passed, and this rank did not.
+        """
+        if self.world_size == 1:
+            return
+        self._refresh()
+        for record in sorted(self._records.values(), key=lambda r: (r.step, r.rank)):
+            if record.step > self.step:
+                continue
+            if record.fatal or record.step not in self._raised:
+                raise PeerFailedError(f"rank {record.rank} failed: {record.text}", peer=record.rank)
+
+    def settle(self) -> None:
+        """Before the first stage after an error of one's own: wait until every rank is known to have raised too.
+
+        Raises:
+            PeerFailedError: some rank raised later than that or broke.
+            TransportTimeoutError: some rank did not raise in that step.
+        """
+        if self._unsettled is None:
+            return
+        step = self._unsettled
+
+        def missing() -> list[int]:
+            return [
+                rank
+                for rank in range(self.world_size)
+                if rank != self.rank and (step, rank) not in self._records
+            ]
+
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            self.check()
+            if not missing():
+                break
+            if time.monotonic() > deadline:
+                raise TransportTimeoutError(
+                    f"this rank raised an error of its own in step {step} but ranks {missing()} did not; waited "
+                    f"{self.timeout_s:g} s",
+                    waited_s=self.timeout_s,
+                    missing=missing(),
+                )
+            time.sleep(POLL_S)
+        self._unsettled = None
+
+    def _refresh(self) -> None:
+        try:
+            count = self._store.add("records", 0)
+            while self._read < count:
+                values = json.loads(self._store.get(f"record/{self._read + 1}"))
+                record = _Record(*values)
+                self._read += 1
+                if record.rank != self.rank:
+                    self._records[record.step, record.rank] = record
+        except Exception as error:
+            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+
+    # ----------------------------------------------------------------------------------------------- agreement
+
+    def exchange(self, value: str, what: str) -> list[str]:
+        """Give every rank every rank's text, in rank order.
+
+        Args:
+            value: this rank's text.
+            what: what is exchanged, for the error message.
+
+        Raises:
+            PeerFailedError: a peer reported an error meanwhile.
+            TransportTimeoutError: a rank did not arrive in time.
+
+        Collective: over the transport's ranks, in the same order as other exchanges.
+        """
+        self._agreements += 1
+        prefix = f"agree/{self._agreements}"
+        try:
+            self._store.set(f"{prefix}/{self.rank}", value)
+        except Exception as error:
+            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
+        start = time.monotonic()
+        pause = 0.0005
+        for rank, key in enumerate(keys):
+            while not self._has(key):
+                self.check()
+                waited = time.monotonic() - start
+                if waited > self.timeout_s:
+                    absent = [r for r in range(rank, self.world_size) if not self._has(keys[r])]
+                    raise TransportTimeoutError(
+                        f"{what}: ranks {absent} did not arrive within {waited:.1f} s",
+                        peer=absent[0] if len(absent) == 1 else None,
+                        waited_s=waited,
+                        missing=absent,
+                    )
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_S)
+        return [self._store.get(key).decode() for key in keys]
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except Exception as error:
+            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+
+
+def wait_until(
+    arrived: Callable[[float], bool],
+    *,
+    control: ControlPlane,
+    timeout_s: float,
+    describe: Callable[[float], TransportTimeoutError],
+) -> float:
+    """Wait on the host until something arrived, a peer failed, or the deadline passed.
+
+    Args:
+        arrived: waits at most the given seconds and says whether it arrived.
+        control: asked for peers' records between attempts.
+        timeout_s: the deadline.
+        describe: makes the error from the seconds waited.
+
+    Returns:
+        Seconds waited.
+
+    Raises:
+        PeerFailedError, TransportTimeoutError: see above.
+    """
+    start = time.monotonic()
+    while not arrived(min(POLL_S, timeout_s)):
+        control.check()
+        waited = time.monotonic() - start
+        if waited > timeout_s:
+            raise describe(waited)
+    return time.monotonic() - start
+
+
+def require_group_member(rank: int) -> None:
+    """Raise when this process is not in the group it was given."""
+    if rank < 0:
+        raise TransportError("this process is not a member of the group")
