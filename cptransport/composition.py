@@ -1,29 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an exchange executes: which summaries exist, which move in which round, and how they are folded.
+"""What an exchange executes: which summaries exist, which move in which round, how they fold.
 
-Pure and shared: ``Plan.volume`` counts the routes that the exchange hands to its slots, so the two cannot differ.
+Pure and shared: ``Plan.volume`` counts the routes that the exchange hands to its slots, so the two
+cannot differ.
 
-*Travel order* is the causal order of a chain in the forward direction and the reverse in the backward. ``state`` is E
-(forward) or dE (backward), ``transition`` is M; a fold step is ``S <- M S + E`` forward, ``S <- M^T S + E`` backward. In travel
-order the first segment of a chain produces a ``state`` that is already finished (its seed is in it), an interior one produces
-``state`` and ``transition``, the last and the only one nothing. Touching segments on one rank are one segment, so
-neighbours in a chain are always on different ranks.
+*Travel order* is the causal order of a chain in the forward direction, the reverse in the backward.
+``state`` is E (forward) or dE (backward), ``transition`` is M. A fold step is ``S <- M S + E``
+forward and ``S <- M^T S + E`` backward. In travel order the first segment of a chain produces a
+``state`` that is already finished (its seed is in it), an interior one produces ``state`` and
+``transition``, the last one and an only one produce nothing. Touching segments on one rank are one
+segment, so neighbours in a chain are always on different ranks.
 
-A ``Schedule`` is a list of rounds, one slot each (``rounds[i]`` is the i-th slot of the exchange). Every rank stages every
-round's slot, in order, also where it neither sends nor receives. Rows of slots are *local segment indices* of the source
-rank; ``expand_routes`` turns them into rows of ``[n * B, ...]`` parts.
+A ``Schedule`` is a list of rounds, one slot each (``rounds[i]`` is the i-th slot of the exchange).
+Every rank stages every round's slot, in order, also where it neither sends nor receives. Rows are
+*local segment indices* of the source rank; ``expand_routes`` turns them into rows of a part
+``[n * B, ...]``.
 
-``gather``: one round, publish first. A rank writes the E and M of its segments, publishes, receives what its folds need, and
-folds each of its segments' sources: ``S = E_0``, then ``S = M_i S + E_i`` for the others in turn. S enters the segment.
+``gather``: at most one round, publish first. A rank writes the E and M that it sends, publishes,
+receives what its folds need, and folds the sources of each of its segments: ``S = E_0``, then
+``S = M_i S + E_i`` for the others in turn. S enters the segment. What a fold needs of its own rank
+it reads from the rank's own tables.
 
-``handoff`` (``receive_first``): in each round a rank receives every finished state that the round's routes bring it (one
-source per fold: S enters the segment), then writes the finished states that it sends in this round and publishes. The finished
-state of a segment is its E if it is first in travel order, else ``M S + E`` with the S that entered; only ``state`` moves.
-A chain that would wait for itself or for a chain that runs the other way continues in a later round.
+``handoff`` (``receive_first``): in each round a rank receives every finished state that the round's
+routes bring it (one source per fold: S enters the segment), then writes the finished states that it
+sends in this round and publishes. The finished state of a segment is its E if it is first in travel
+order, else ``M S + E`` with the S that entered; only ``state`` moves. A chain that would wait for
+itself or for a chain that runs the other way continues in a later round.
 
-Handoffs cannot deadlock: the routes of one round form a graph over ranks without a cycle, and a rank enters round i + 1 only
-after it has published round i. By induction over rounds, and inside a round along that graph, every receive is met by a
-publish whose rank waits for nothing that comes later.
+Handoffs cannot deadlock. The routes of one round form a graph over ranks without a cycle, and a
+rank goes through the rounds in order. So the earliest round that some rank has not left has a rank
+that waits in it for nobody who is still in it; that rank publishes and goes on.
 
 Source: algebra.md, "Composition and the scan"; design.md section 3, "Backends".
 """
@@ -33,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -65,7 +72,13 @@ RowRoute = tuple[int, int, int]
 
 
 class Source(NamedTuple):
-    """Where one summary is: global ``segment`` index, owning ``rank``, ``row`` (local segment index) in that rank's tables."""
+    """Where a segment and its summary are.
+
+    Attributes:
+        segment: its global index.
+        rank: who owns it.
+        row: its local index there.
+    """
 
     segment: int
     rank: int
@@ -78,8 +91,9 @@ class Fold:
 
     Attributes:
         target: the segment.
-        sources: what to fold, in travel order, never empty: all predecessors (``gather``; the first contributes its ``state``
-            alone), or the predecessor, whose finished state is the answer (``handoff``).
+        sources: what to fold, in travel order, never empty: all predecessors (``gather``; the first
+            contributes its ``state`` alone), or the predecessor, whose finished state is the answer
+            (``handoff``).
     """
 
     target: Source
@@ -92,7 +106,8 @@ class RankRound:
 
     Attributes:
         folds: folds of this rank's segments, ascending by segment.
-        sends: part -> rows of this rank's tables that some route moves, ascending; nothing else need be written to the slot.
+        sends: part -> rows of this rank's tables that some route moves, ascending; nothing else
+            need be written to the slot.
         receives: part -> ranks from which something comes, ascending; never this rank.
     """
 
@@ -106,8 +121,9 @@ class Round:
     """One slot's worth of movement.
 
     Attributes:
-        routes: ``"state"`` and ``"transition"`` -> ``(source rank, destination rank, local segment index on the source)``,
-            source never equal to destination, each once however many segments of the destination use it.
+        routes: ``"state"`` and ``"transition"`` -> ``(source rank, destination rank, local segment
+            index on the source)``, source never equal to destination, each once however many
+            segments of the destination use it.
         ranks: every rank's share.
     """
 
@@ -142,7 +158,9 @@ def check_composition(composition: str) -> str:
         OpInputError: unknown; the message lists the valid names.
     """
     if composition == "scan":
-        raise UnsupportedOptionError("composition 'scan' is not served yet; use 'gather' or 'handoff'")
+        raise UnsupportedOptionError(
+            "composition 'scan' is not served yet; use 'gather' or 'handoff'"
+        )
     if composition not in COMPOSITIONS:
         raise OpInputError(f"unknown composition {composition!r}; valid: {', '.join(COMPOSITIONS)}")
     return composition
@@ -183,7 +201,7 @@ def _schedule(plan: Plan, direction: str, composition: str) -> Schedule:
         direction,
         composition,
         _needs(chains, len(plan.segments)),
-        tuple(_round(folds, composition, plan.world_size) for folds in rounds),
+        tuple(_round(folds, plan.world_size) for folds in rounds),
         receive_first=composition == "handoff",
     )
 
@@ -202,12 +220,12 @@ def _gather(chains: Iterable[Sequence[Source]]) -> list[list[Fold]]:
 
 
 def _handoff(chains: Iterable[Sequence[Source]]) -> list[list[Fold]]:
-    """Put every step of every chain in the first round that keeps the round's graph over ranks free of cycles."""
+    """Put each step of each chain in the first round whose graph over ranks stays acyclic."""
     rounds: list[list[Fold]] = []
-    reach: list[dict[int, set[int]]] = []  # per round: rank -> ranks that wait for it, itself included
+    reach: list[dict[int, set[int]]] = []  # per round: rank -> itself and all that wait for it
     for chain in chains:
         current = 0
-        for source, target in zip(chain, chain[1:]):
+        for source, target in pairwise(chain):
             while current < len(rounds) and source.rank in reach[current].get(target.rank, ()):
                 current += 1
             if current == len(rounds):
@@ -228,8 +246,9 @@ def _add_edge(reach: dict[int, set[int]], source: int, target: int) -> None:
             ranks |= beyond
 
 
-def _round(folds: list[Fold], composition: str, world_size: int) -> Round:
-    routes: dict[str, set[RowRoute]] = {"state": set(), "transition": set()}
+def _round(folds: list[Fold], world_size: int) -> Round:
+    states: set[RowRoute] = set()
+    transitions: set[RowRoute] = set()
     of_rank: list[list[Fold]] = [[] for _ in range(world_size)]
     for fold in folds:
         destination = fold.target.rank
@@ -237,27 +256,28 @@ def _round(folds: list[Fold], composition: str, world_size: int) -> Round:
         for position, source in enumerate(fold.sources):
             if source.rank != destination:
                 route = (source.rank, destination, source.row)
-                routes["state"].add(route)
+                states.add(route)
                 if position > 0:
-                    routes["transition"].add(route)
-    sends: list[dict[str, set[int]]] = [{part: set() for part in routes} for _ in range(world_size)]
-    receives: list[dict[str, set[int]]] = [{part: set() for part in routes} for _ in range(world_size)]
-    for part, moves in routes.items():
-        for source_rank, destination, row in moves:
-            sends[source_rank][part].add(row)
-            receives[destination][part].add(source_rank)
-    return Round(
-        MappingProxyType({part: frozenset(moves) for part, moves in routes.items()}),
-        tuple(
-            RankRound(
-                tuple(sorted(of_rank[rank], key=lambda fold: fold.target.segment)),
-                _sorted_values(sends[rank]),
-                _sorted_values(receives[rank]),
-            )
-            for rank in range(world_size)
-        ),
+                    transitions.add(route)
+    routes = {"state": frozenset(states), "transition": frozenset(transitions)}
+    sends = {part: _grouped(moves, 0, 2, world_size) for part, moves in routes.items()}
+    receives = {part: _grouped(moves, 1, 0, world_size) for part, moves in routes.items()}
+    ranks = tuple(
+        RankRound(
+            tuple(sorted(of_rank[rank], key=lambda fold: fold.target.segment)),
+            MappingProxyType({part: rows[rank] for part, rows in sends.items()}),
+            MappingProxyType({part: peers[rank] for part, peers in receives.items()}),
+        )
+        for rank in range(world_size)
     )
+    return Round(MappingProxyType(routes), ranks)
 
 
-def _sorted_values(table: Mapping[str, set[int]]) -> Mapping[str, tuple[int, ...]]:
-    return MappingProxyType({part: tuple(sorted(values)) for part, values in table.items()})
+def _grouped(
+    routes: Iterable[RowRoute], key: int, value: int, world_size: int
+) -> list[tuple[int, ...]]:
+    """Return per rank in field ``key`` of the routes what stands in field ``value``, ascending."""
+    groups: list[set[int]] = [set() for _ in range(world_size)]
+    for route in routes:
+        groups[route[key]].add(route[value])
+    return [tuple(sorted(group)) for group in groups]

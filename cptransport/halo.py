@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The halo of a causal convolution: the last W-1 inputs of the same sequence before a segment, on whichever ranks they live.
+"""The halo of a causal convolution: the last W-1 inputs of the same sequence before a segment.
 
-With ``h = W - 1``, a rank's halo table has one row per (local segment, position): ``row = local_segment * h + p``, p = 0 the
-oldest. Three tables of that shape, times ``[B, D]``, play a part:
+They live on whichever ranks hold those tokens.
 
-* ``published``, the slot's forward part: a segment's own last ``m = min(length, h)`` inputs in rows ``p = h - m .. h - 1``;
-* ``halo``: what comes before each segment. Position p is the sequence's token ``t - h + p``, where t tokens precede the
-  segment; before the sequence's start it is column ``t + p`` of the initial conv state ``[N, D, h]``;
+With ``h = W - 1``, a rank's halo table has one row per (local segment, position): ``row =
+local_segment * h + p``, p = 0 the oldest. Three tables of that shape, times ``[B, D]``, play a
+part:
+
+* ``published``, the slot's forward part: a segment's own last ``m = min(length, h)`` inputs in rows
+  ``p = h - m .. h - 1``;
+* ``halo``: what comes before each segment. Position p is the sequence's token ``t - h + p``, where
+  t tokens precede the segment; before the sequence's start it is column ``t + p`` of the initial
+  conv state ``[N, D, h]``;
 * ``halo gradient``, the slot's backward part, indexed like ``halo``, by consumer.
 
-Forward, a token's row moves at most once to a rank, however many segments there need it. Backward, every halo row returns
-its gradient to the rank that owns the token: a row per consumer, added there. One round each way; W = 1 moves nothing.
+Forward, a token's row moves at most once to a rank, however many segments there need it. Backward,
+every halo row returns its gradient to the rank that owns the token: a row per consumer, added
+there. One round each way; W = 1 moves nothing.
 
-Rows of the initial conv state are addressed as ``sequence * h + column``: its ``[N, h, D]`` view for packed input (rows of the
-``[N * h, 1, D]`` reshape), and its ``[h, B, D]`` view for dense input, where the plan has one sequence.
+Rows of the initial conv state are addressed as ``sequence * h + column``: its ``[N, h, D]`` view
+for packed input (rows of the ``[N * h, 1, D]`` reshape), and its ``[h, B, D]`` view for dense
+input, where the plan has one sequence.
 
 Source: algebra.md, "Causal convolution".
 """
@@ -21,8 +28,8 @@ Source: algebra.md, "Causal convolution".
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -40,7 +47,7 @@ __all__ = ["Halo", "RankHalo", "RowCopy", "halo"]
 
 @dataclass(frozen=True, eq=False)
 class RowCopy:
-    """Rows to move from one table to another: ``into[target] = out_of[source]``, or ``+=``. Targets are unique.
+    """Rows to copy or add: ``into[target] = out_of[source]``, or ``+=``; no target repeats.
 
     Attributes:
         peer: rank whose table is read.
@@ -69,11 +76,14 @@ class RankHalo:
         publish: ``published[target] = x_local[source]``; peer is this rank.
         receive: per source rank, this one included, ``halo[target] = published of peer[source]``.
         initial: ``halo[target] = initial_state[source]``; peer is this rank.
-        give_back: ``dx_local[target] += halo gradient of peer[source]``, this rank's own included. A peer may come twice:
-            targets are unique within one entry, so adding needs no atomics and has a fixed order.
-        give_back_initial: ``d_initial_state[target] += halo gradient[source]``, as above; peer is this rank.
+        give_back: ``dx_local[target] += halo gradient of peer[source]``, this rank's own included.
+            A peer may come twice: targets are unique within one entry, so adding needs no atomics
+            and has a fixed order.
+        give_back_initial: ``d_initial_state[target] += halo gradient[source]``, as above; peer is
+            this rank.
         final_halo: ``final_state[target] = halo[source]``; targets address like the initial state.
-        final_rows: ``final_state[target] = x_local[source]``. Together they fill the final states of owned sequences.
+        final_rows: ``final_state[target] = x_local[source]``. Together they fill the final states
+            of owned sequences.
     """
 
     publish: RowCopy
@@ -86,11 +96,15 @@ class RankHalo:
 
     def to(self, device: torch.device) -> RankHalo:
         """Return the tables on a device, without waiting for the copies."""
-
-        def move(value: RowCopy | tuple[RowCopy, ...]) -> RowCopy | tuple[RowCopy, ...]:
-            return value.to(device) if isinstance(value, RowCopy) else tuple(c.to(device) for c in value)
-
-        return RankHalo(**{f.name: move(getattr(self, f.name)) for f in fields(self)})  # type: ignore[arg-type]
+        return RankHalo(
+            publish=self.publish.to(device),
+            receive=tuple(copy.to(device) for copy in self.receive),
+            initial=self.initial.to(device),
+            give_back=tuple(copy.to(device) for copy in self.give_back),
+            give_back_initial=tuple(copy.to(device) for copy in self.give_back_initial),
+            final_halo=self.final_halo.to(device),
+            final_rows=self.final_rows.to(device),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +113,8 @@ class Halo:
 
     Attributes:
         width: W.
-        forward, backward: routes ``(source, destination, row)`` of the two slot parts, source never equal to destination.
+        forward, backward: routes ``(source, destination, row)`` of the two slot parts, source never
+            equal to destination.
         ranks: every rank's tables, on the CPU.
     """
 
@@ -137,40 +152,49 @@ def halo(plan: Plan, width: int) -> Halo:
     h = width - 1
     for sequence in range(plan.num_sequences):
         chain = plan.chain(sequence)
-        for position, consumer in enumerate(chain):
+        for consumer in chain:
             segment = plan.segments[consumer]
             mine = tables[segment.rank]
-            first_row = plan.local_index(consumer) * h
-            kept = min(segment.length, h)
-            mine.publish += [
-                (first_row + h - k, segment.local_start + segment.length - k) for k in range(kept, 0, -1)
-            ]
-            row = first_row + h - 1  # the next halo row to fill, newest first
-            for i in reversed(chain[:position]):
-                if row < first_row:
-                    break
-                origin = plan.segments[i]
-                for k in range(1, min(origin.length, row - first_row + 1) + 1):  # the origin's k-th last token
-                    published = plan.local_index(i) * h + h - k
-                    mine.receive[origin.rank].append((row, published))
-                    token = origin.local_start + origin.length - k
-                    tables[origin.rank].give_back[segment.rank].append((token, row))
-                    if origin.rank != segment.rank:
-                        forward.add((origin.rank, segment.rank, published))
-                        backward.add((segment.rank, origin.rank, row))
-                    row -= 1
-            before = segment.start - plan.sequence_starts[sequence]
-            for p in range(row - first_row + 1):
-                mine.initial.append((first_row + p, sequence * h + before + p))
+            base = plan.local_index(consumer) * h
+            end = segment.local_start + segment.length
+            mine.publish += [(base + h - k, end - k) for k in range(1, min(segment.length, h) + 1)]
+            tokens = 0
+            for origin, k in _tokens_before(plan, chain, consumer, h):
+                tokens += 1
+                row = base + h - tokens
+                peer = plan.segments[origin]
+                published = plan.local_index(origin) * h + h - k
+                mine.receive[peer.rank].append((row, published))
+                tables[peer.rank].give_back[segment.rank].append(
+                    (peer.local_start + peer.length - k, row)
+                )
+                if peer.rank != segment.rank:
+                    forward.add((peer.rank, segment.rank, published))
+                    backward.add((segment.rank, peer.rank, row))
+            # What is left lies before the sequence; position p is column `tokens + p` there.
+            mine.initial += [(base + p, sequence * h + tokens + p) for p in range(h - tokens)]
         last = plan.segments[chain[-1]]
-        owner = tables[last.rank]
+        base = plan.local_index(chain[-1]) * h
         for column in range(h):
-            p = last.length + column  # position in the last segment's halo, followed by its rows
+            target = sequence * h + column
+            p = last.length + column  # position in the last segment's halo, its own rows after it
             if p < h:
-                owner.final_halo.append((sequence * h + column, plan.local_index(chain[-1]) * h + p))
+                tables[last.rank].final_halo.append((target, base + p))
             else:
-                owner.final_rows.append((sequence * h + column, last.local_start + p - h))
+                tables[last.rank].final_rows.append((target, last.local_start + p - h))
     return Halo(width, frozenset(forward), frozenset(backward), tuple(t.finished() for t in tables))
+
+
+def _tokens_before(
+    plan: Plan, chain: Sequence[int], consumer: int, count: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the last tokens before a segment, newest first: (segment, k) is its k-th last token."""
+    for origin in range(consumer - 1, chain[0] - 1, -1):
+        for k in range(1, plan.segments[origin].length + 1):
+            if count == 0:
+                return
+            yield origin, k
+            count -= 1
 
 
 #: Target and source row.
@@ -200,7 +224,8 @@ class _Tables:
                 for pairs in _unique_targets(all_pairs)
             ),
             give_back_initial=tuple(
-                _copy(self.rank, pairs) for pairs in _unique_targets((t, s) for s, t in self.initial)
+                _copy(self.rank, pairs)
+                for pairs in _unique_targets((t, s) for s, t in self.initial)
             ),
             final_halo=_copy(self.rank, self.final_halo),
             final_rows=_copy(self.rank, self.final_rows),
@@ -214,7 +239,7 @@ def _copy(peer: int, pairs: Iterable[_Pair]) -> RowCopy:
 
 
 def _unique_targets(pairs: Iterable[_Pair]) -> list[list[_Pair]]:
-    """Split pairs in lists in which no target repeats: the k-th pair of a target goes to the k-th list."""
+    """Split pairs in lists without repeated targets: a target's k-th pair goes to the k-th list."""
     lists: list[list[_Pair]] = []
     seen: Counter[int] = Counter()
     for pair in pairs:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layouts: which rank owns which rows of the global stream.
 
-A layout is a list of *runs* ``(rank, start, stop)`` that covers the stream once. Knows rows and where sequences start, nothing
-of tokens, padding or tensors; ``plan.py`` cuts the runs into segments. "Cut in n pieces" means: piece i has
-``floor(length / n) + (i < length mod n)`` rows.
+A layout is a list of *runs* ``(rank, start, stop)`` that covers the stream once. Knows rows and
+where sequences start, nothing of tokens, padding or tensors; ``plan.py`` cuts the runs into
+segments. "Cut in n pieces" means: piece i has ``floor(length / n) + (i < length mod n)`` rows.
 
 =========================  ==================================================================
 layout                     rank r of P owns
@@ -20,15 +20,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from cptransport.errors import PlanError
 
-__all__ = ["LAYOUTS", "Boundaries", "Run", "assign_rows", "as_integer", "as_offsets", "as_pieces", "check_layout"]
+__all__ = [
+    "LAYOUTS",
+    "Boundaries",
+    "Run",
+    "as_boundaries",
+    "as_integer",
+    "as_offsets",
+    "assign_rows",
+    "check_layout",
+]
 
 LAYOUTS = ("contiguous", "contiguous_per_sequence", "zigzag", "zigzag_per_sequence", "custom")
 
@@ -55,13 +65,13 @@ def check_layout(layout: object) -> str:
     """
     if isinstance(layout, str) and layout in LAYOUTS:
         return layout
-    near = difflib.get_close_matches(layout.lower(), LAYOUTS, n=1) if isinstance(layout, str) else []
+    near = difflib.get_close_matches(layout.lower() if isinstance(layout, str) else "", LAYOUTS, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise PlanError(f"unknown layout {_show(layout)}; valid layouts: {', '.join(LAYOUTS)}{hint}")
 
 
 def as_integer(value: object, what: str) -> int:
-    """Return a Python int; bools, floats, strings and tensors are not integers here, numpy's integers are.
+    """Return a Python int; numpy's integers count, bools, floats, strings and tensors do not.
 
     Raises:
         PlanError: not an integer, or outside int64.
@@ -78,13 +88,16 @@ def as_offsets(values: object, what: str) -> tuple[int, ...]:
     """Return offsets as a tuple: at least two, from 0, non-decreasing.
 
     Args:
-        values: a sequence of integers, or a one-dimensional int32 or int64 tensor on any device (read on the host).
+        values: a sequence of integers, or a one-dimensional int32 or int64 tensor on any device
+            (read on the host).
         what: the argument's name, for messages.
 
     Raises:
         PlanError: malformed; the message is a function of the values alone.
     """
-    offsets = tuple(as_integer(value, f"{what}[{i}]") for i, value in enumerate(_elements(values, what)))
+    offsets = tuple(
+        as_integer(value, f"{what}[{i}]") for i, value in enumerate(_elements(values, what))
+    )
     if len(offsets) < 2:
         raise PlanError(f"{what} needs at least two offsets (0 and the end), got {len(offsets)}")
     if offsets[0] != 0:
@@ -97,19 +110,33 @@ def as_offsets(values: object, what: str) -> tuple[int, ...]:
     return offsets
 
 
-def as_pieces(boundaries: object) -> tuple[Run, ...]:
-    """Return ``custom`` boundaries as runs, in the order given.
+def as_boundaries(layout: str, boundaries: object) -> Boundaries | None:
+    """Return boundaries as offsets (``contiguous``) or as runs in the order given (``custom``).
 
     Raises:
-        PlanError: not a list of ``(rank, start, stop)`` integers.
+        PlanError: malformed, missing for ``custom``, or given for a layout that takes none.
     """
-    pieces = []
-    for i, piece in enumerate(_elements(boundaries, "boundaries", dim=2)):
-        if not isinstance(piece, Sequence) or isinstance(piece, (str, bytes)) or len(piece) != 3:
-            raise PlanError(f"boundaries[{i}] of a custom layout must be (rank, start, stop)")
-        names = ("rank", "start", "stop")
-        pieces.append(Run(*(as_integer(v, f"{name} of boundaries[{i}]") for v, name in zip(piece, names))))
-    return tuple(pieces)
+    if boundaries is None:
+        if layout == "custom":
+            raise PlanError("layout 'custom' needs boundaries=[(rank, start, stop), ...]")
+        return None
+    if layout == "contiguous":
+        return as_offsets(boundaries, "boundaries")
+    if layout != "custom":
+        raise PlanError(f"layout {layout!r} takes no boundaries; only 'contiguous' and 'custom' do")
+    pieces = _elements(boundaries, "boundaries", dim=2)
+    return tuple(_as_run(piece, f"boundaries[{i}]") for i, piece in enumerate(pieces))
+
+
+def _as_run(piece: object, what: str) -> Run:
+    if not isinstance(piece, Sequence) or isinstance(piece, (str, bytes)) or len(piece) != 3:
+        raise PlanError(f"{what} of a custom layout must be (rank, start, stop)")
+    rank, start, stop = piece
+    return Run(
+        as_integer(rank, f"rank of {what}"),
+        as_integer(start, f"start of {what}"),
+        as_integer(stop, f"stop of {what}"),
+    )
 
 
 def assign_rows(
@@ -121,21 +148,17 @@ def assign_rows(
         layout: one of ``LAYOUTS``.
         starts: N+1 rows where sequences start in the stream; the last is the number of rows T.
         world_size: number of ranks P.
-        boundaries: normalised by ``as_offsets`` or ``as_pieces``, or None.
+        boundaries: as ``as_boundaries`` returns them.
 
     Raises:
-        PlanError: boundaries with a layout that takes none, missing for ``custom``, or not covering every row once.
+        PlanError: boundaries that do not cover every row once, or name no rank.
     """
     total = starts[-1]
-    if boundaries is not None and layout not in ("contiguous", "custom"):
-        raise PlanError(f"layout {layout!r} takes no boundaries; only 'contiguous' and 'custom' do")
     if layout == "custom":
-        if boundaries is None:
-            raise PlanError("layout 'custom' needs boundaries=[(rank, start, stop), ...]")
-        return _merged(_covering(boundaries, total, world_size))  # type: ignore[arg-type]
+        return _merged(_covering(cast("tuple[Run, ...]", boundaries), total, world_size))
     if boundaries is not None:
-        return _merged(_between(boundaries, total, world_size))  # type: ignore[arg-type]
-    extents = zip(starts, starts[1:]) if layout.endswith("per_sequence") else [(0, total)]
+        return _merged(_between(cast("tuple[int, ...]", boundaries), total, world_size))
+    extents = pairwise(starts) if layout.endswith("per_sequence") else [(0, total)]
     if layout.startswith("zigzag"):
         ranks = [*range(world_size), *reversed(range(world_size))]
     else:
@@ -155,7 +178,8 @@ def _cut(start: int, stop: int, ranks: Sequence[int]) -> Iterable[Run]:
 def _between(offsets: Sequence[int], total: int, world_size: int) -> Iterable[Run]:
     if len(offsets) != world_size + 1:
         raise PlanError(
-            f"boundaries of a contiguous layout need world_size + 1 = {world_size + 1} offsets, got {len(offsets)}"
+            f"boundaries of a contiguous layout need world_size + 1 = {world_size + 1} offsets, "
+            f"got {len(offsets)}"
         )
     if offsets[-1] != total:
         raise PlanError(f"boundaries must end at the number of rows {total}, got {offsets[-1]}")
@@ -167,15 +191,20 @@ def _covering(pieces: Sequence[Run], total: int, world_size: int) -> Iterable[Ru
         if not 0 <= rank < world_size:
             raise PlanError(f"boundaries[{i}]: rank {rank} is outside 0..{world_size - 1}")
         if not 0 <= start <= stop <= total:
-            raise PlanError(f"boundaries[{i}]: rows {start}:{stop} do not lie in order within 0:{total}")
+            raise PlanError(
+                f"boundaries[{i}]: rows {start}:{stop} do not lie in order within 0:{total}"
+            )
     covered = 0
-    ordered = sorted((p for p in pieces if p.start < p.stop), key=lambda p: (p.start, p.stop, p.rank))
+    ordered = sorted(
+        (p for p in pieces if p.start < p.stop), key=lambda p: (p.start, p.stop, p.rank)
+    )
     for piece in [*ordered, Run(0, total, total)]:
         if piece.start > covered:
             raise PlanError(f"custom boundaries leave rows {covered}:{piece.start} to no rank")
         if piece.start < covered:
             raise PlanError(
-                f"custom boundaries give rows {piece.start}:{min(covered, piece.stop)} to more than one piece"
+                f"custom boundaries give rows {piece.start}:{min(covered, piece.stop)} "
+                "to more than one piece"
             )
         covered = piece.stop
     return ordered
@@ -199,8 +228,8 @@ def _elements(values: object, what: str, dim: int = 1) -> Iterable[Any]:
             raise PlanError(f"{what} must have {dim} dimension(s), got {values.dim()}")
         if values.dtype not in (torch.int32, torch.int64):
             raise PlanError(f"{what} must be an int32 or int64 tensor, got {values.dtype}")
-        return values.tolist()  # type: ignore[no-any-return]
-    if hasattr(values, "tolist"):  # numpy arrays: floats and nested lists are refused element by element
+        return values.tolist()
+    if hasattr(values, "tolist"):  # numpy arrays; other dtypes are refused element by element
         values = values.tolist()
     if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
         raise PlanError(f"{what} must be a sequence of integers or a tensor, got {_show(values)}")
@@ -209,4 +238,5 @@ def _elements(values: object, what: str, dim: int = 1) -> Iterable[Any]:
 
 def _show(value: object) -> str:
     """Return a text of the value that is the same on every rank (no addresses)."""
-    return repr(value) if isinstance(value, (bool, int, float, str)) or value is None else type(value).__name__
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value) if plain else type(value).__name__

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans: who owns which tokens, and what must move.
 
-Pure CPU, no process group. A plan is a function of its arguments alone, so every rank that passes the same ones holds the
-same plan, or raises the same ``PlanError``, before anything is communicated.
+Pure CPU, no process group. A plan is a function of its arguments alone, so every rank that passes
+the same ones holds the same plan, or raises the same ``PlanError``, before anything is
+communicated.
 
-The *stream* is the global packed sequence dimension. With ``padded_cu_seqlens`` it is the padded buffer: layouts cut it,
-``index``, ``shard`` and segments speak of its rows, and rows of no sequence belong to a rank but to no segment.
+The *stream* is the global packed sequence dimension. With ``padded_cu_seqlens`` it is the padded
+buffer: layouts cut it, ``index``, ``shard`` and segments speak of its rows, and rows of no sequence
+belong to a rank but to no segment.
 
-Indices: a *global* segment index is a position in ``plan.segments`` (by sequence, then start); a *local* one is a position among
-the segments of one rank, in the same order. Slots have one row per local segment.
+A *global* segment index is a position in ``plan.segments`` (by sequence, then start), a *local* one
+a position among the segments of one rank, in the same order. Slots have one row per local segment.
 
 Source: design.md section 4; algebra.md, "Layouts are lists of segments".
 """
@@ -18,27 +20,26 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from cptransport.composition import COMPOSITIONS, DIRECTIONS, schedule
+from cptransport.describe import describe
 from cptransport.errors import OpInputError, PlanError
-from cptransport.halo import halo
 from cptransport.layouts import (
     Boundaries,
     Run,
+    as_boundaries,
     as_integer,
     as_offsets,
-    as_pieces,
     assign_rows,
     check_layout,
 )
 from cptransport.transport import Slot
+from cptransport.volume import Volume, volume
 
 __all__ = ["Plan", "RankPlan", "Segment", "Volume", "build_plan"]
 
@@ -74,7 +75,8 @@ class RankPlan:
         num_tokens: local rows, padding included.
         segments: its segments, in the order of their local indices.
         runs: its rows of the stream, ascending.
-        cu_seqlens (int64, [len(segments) + 1], cpu): offsets of the segments in the local rows; None when the plan has padding.
+        cu_seqlens (int64, [len(segments) + 1], cpu): offsets of the segments in the local rows;
+            None when the plan has padding.
     """
 
     num_tokens: int
@@ -91,23 +93,17 @@ class RankPlan:
 
 
 @dataclass(frozen=True)
-class Volume:
-    """Payload bytes that each rank receives in one exchange, indexed by rank."""
-
-    forward: list[int]
-    backward: list[int]
-
-
-@dataclass(frozen=True)
 class Plan:
-    """Who owns which tokens. Made by ``build_plan``; equal plans have equal content, hash and digest.
+    """Who owns which tokens. Made by ``build_plan``; equal content means equal plans.
 
     Attributes:
         cu_seqlens: N+1 offsets of the sequences, without padding.
         world_size: number of ranks.
         layout: its name.
-        padded_cu_seqlens: N+1 rows where sequences start in the padded stream; None without padding.
-        runs: who owns which rows, in stream order; touching runs of one rank are merged, none is empty.
+        padded_cu_seqlens: N+1 rows where sequences start in the padded stream; None without
+            padding.
+        runs: who owns which rows, in stream order; touching runs of one rank are merged, none is
+            empty.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -121,8 +117,16 @@ class Plan:
 
     @cached_property
     def _hash(self) -> int:
-        # Schedules are looked up by plan at every op call; hashing all offsets each time would show.
-        return hash((self.cu_seqlens, self.world_size, self.layout, self.padded_cu_seqlens, self.runs))
+        # Ops look schedules up by plan at every call; hashing all offsets each time would show.
+        return hash(self._content)
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(json.dumps(["plan/1", *self._content]).encode()).hexdigest()
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        return self.cu_seqlens, self.world_size, self.layout, self.padded_cu_seqlens, self.runs
 
     @property
     def num_sequences(self) -> int:
@@ -189,7 +193,7 @@ class Plan:
         return tuple(range(self._chain_starts[sequence], self._chain_starts[sequence + 1]))
 
     def owner(self, sequence: int) -> int:
-        """Return the rank that holds a sequence's last token (an empty sequence: where it would start, else 0).
+        """Return the rank of a sequence's last segment.
 
         Raises:
             PlanError: no such sequence.
@@ -224,10 +228,12 @@ class Plan:
         return self._rank_plans[rank]
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return a rank's rows of a global tensor; differentiable, any device, a view when its rows are one run.
+        """Return a rank's rows of a global tensor; differentiable, a view when they are one run.
 
         Args:
-            x: ``total_rows`` long in ``dim``.
+            x: any tensor with ``total_rows`` rows in ``dim``, on any device.
+            rank: whose rows.
+            dim: the dimension of the stream.
 
         Raises:
             PlanError: no such rank.
@@ -239,105 +245,40 @@ class Plan:
         if len(mine) <= 1:
             start, stop = self.runs[mine[0]][1:] if mine else (0, 0)
             return x.narrow(dim, start, stop - start)
-        # One split and one cat: their backward is one cat, while slices would each fill a gradient as large as x.
-        pieces = x.split([run.stop - run.start for run in self.runs], dim)
+        # The backward of split is one cat; slices would each fill a gradient as large as x.
+        pieces = x.split_with_sizes([run.stop - run.start for run in self.runs], dim)
         return torch.cat([pieces[i] for i in mine], dim)
 
     def unshard(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """Return the global tensor of all ranks' local ones, in rank order; differentiable, the inverse of ``shard``.
+        """Return the global tensor of all ranks' local ones; differentiable, inverse of ``shard``.
 
         Raises:
             OpInputError: not one tensor per rank, or a wrong size.
         """
         if len(parts) != self.world_size:
-            raise OpInputError(f"unshard needs {self.world_size} parts, one per rank, got {len(parts)}")
+            raise OpInputError(
+                f"unshard needs {self.world_size} parts, one per rank, got {len(parts)}"
+            )
         unused = []
         for rank, part in enumerate(parts):
             lengths = [run.stop - run.start for run in self.runs if run.rank == rank]
             _check_rows(part, dim, sum(lengths), f"part {rank}")
             # A part without rows is concatenated too, so that it stays in the graph.
-            unused.append(iter(part.split(lengths, dim) if lengths else ()))
+            unused.append(iter(part.split_with_sizes(lengths, dim) if lengths else ()))
         empty = [part for part in parts if part.size(dim) == 0]
         return torch.cat([*(next(unused[run.rank]) for run in self.runs), *empty], dim)
 
     def digest(self) -> str:
-        """Return a sha256 (hex) of the plan's content, the same on every machine and in every run."""
-        content = [self.cu_seqlens, self.world_size, self.layout, self.padded_cu_seqlens, self.runs]
-        return hashlib.sha256(json.dumps(["cptransport.plan/1", *content]).encode()).hexdigest()
+        """Return a sha256 (hex) of the content, the same on every machine and in every run."""
+        return self._digest
 
     def volume(self, slot: Slot, composition: str) -> Volume:
-        """Return the payload bytes that every rank receives in one exchange of the slot's parts.
-
-        Args:
-            slot: parts among ``state`` and ``transition`` (``[max_segments * B, ...]``) and ``halo``
-                (``[max_segments * (W - 1), ...]``); parts that it lacks are not counted, routes in it are not read.
-            composition: ``"handoff"`` or ``"gather"``; the halo does not depend on it.
-
-        Raises:
-            PlanError: another part, or a first axis that is not a multiple of ``max_segments``.
-            UnsupportedOptionError, OpInputError: see ``composition.check_composition``.
-        """
-        forward, backward = (
-            [sum(received) for received in zip(*self._received(slot, direction, composition))]
-            for direction in DIRECTIONS
-        )
-        return Volume(forward, backward)
-
-    def _received(self, slot: Slot, direction: str, composition: str) -> Iterator[list[int]]:
-        """Yield bytes received per rank: zeros first, then one list per part of the slot."""
-        rounds = schedule(self, direction, composition).rounds
-        yield [0] * self.world_size
-        for part in slot.parts:
-            if part.name not in ("state", "transition", "halo"):
-                raise PlanError(f"part {part.name!r} is none of 'state', 'transition', 'halo'")
-            if not part.shape or part.shape[0] % self.max_segments:
-                raise PlanError(
-                    f"part {part.name!r} of shape {list(part.shape)}: the first axis must be a multiple of "
-                    f"the plan's max_segments {self.max_segments}"
-                )
-            if part.name == "halo":
-                routes = halo(self, part.shape[0] // self.max_segments + 1).routes(direction)
-                row_nbytes = part.row_nbytes
-            else:
-                routes = [route for r in rounds for route in r.routes[part.name]]
-                row_nbytes = part.nbytes // self.max_segments
-            received = [0] * self.world_size
-            for _, destination, _ in routes:
-                received[destination] += row_nbytes
-            yield received
+        """Return the payload bytes that every rank receives in one exchange: ``volume.volume``."""
+        return volume(self, slot, composition)
 
     def describe(self) -> str:
         """Return a text for people: who owns what, the chains, and what moves."""
-        stream = f"{self.total_rows} rows" + (
-            f" ({self.cu_seqlens[-1]} tokens, the rest padding)" if self.has_padding else ""
-        )
-        lines = [
-            f"{self.layout}: {stream}, {self.num_sequences} sequences, "
-            f"{len(self.segments)} segments, {self.world_size} ranks"
-        ]
-        for rank in range(self.world_size):
-            view = self.for_rank(rank)
-            runs = ", ".join(f"{run.start}:{run.stop}" for run in view.runs) or "none"
-            lines.append(f"rank {rank}: {view.num_tokens} rows ({runs})")
-            lines += [
-                f"  segment {i}: sequence {s.sequence}, rows {s.start}:{s.stop}, local {s.local_start}"
-                f":{s.local_start + s.length}"
-                for i, s in zip(self.owned(rank), view.segments)
-            ]
-        for sequence in range(self.num_sequences):
-            ranks = " -> ".join(str(self.segments[i].rank) for i in self.chain(sequence))
-            length = self.cu_seqlens[sequence + 1] - self.cu_seqlens[sequence]
-            lines.append(f"sequence {sequence}: {length} tokens, ranks {ranks}")
-        for composition in COMPOSITIONS:
-            for direction in DIRECTIONS:
-                rounds = schedule(self, direction, composition).rounds
-                for part in ("state", "transition"):
-                    counts = Counter(destination for r in rounds for _, destination, _ in r.routes[part])
-                    received = " ".join(str(counts[rank]) for rank in range(self.world_size))
-                    lines.append(
-                        f"{composition} {direction}, {len(rounds)} round(s): {part}s received per rank: {received}"
-                    )
-        return "\n".join(lines)
+        return describe(self)
 
     @cached_property
     def _num_tokens(self) -> tuple[int, ...]:
@@ -363,7 +304,11 @@ class Plan:
 
     @cached_property
     def _chain_starts(self) -> tuple[int, ...]:
-        starts = [i for i, s in enumerate(self.segments) if i == 0 or s.sequence != self.segments[i - 1].sequence]
+        starts = [
+            i
+            for i, s in enumerate(self.segments)
+            if i == 0 or s.sequence != self.segments[i - 1].sequence
+        ]
         return (*starts, len(self.segments))
 
     @cached_property
@@ -395,14 +340,17 @@ def build_plan(
     boundaries: Sequence[int] | Sequence[tuple[int, int, int]] | Tensor | None = None,
     padded_cu_seqlens: Sequence[int] | Tensor | None = None,
 ) -> Plan:
-    """Return the plan of a packed stream over ranks; the same object for the same arguments while it is cached.
+    """Return the plan of a packed stream over ranks; cached, so often the same object.
 
     Args:
-        cu_seqlens (int32 or int64 if a tensor, [N+1]): offsets of the sequences in the global stream, from 0, non-decreasing.
+        cu_seqlens (int32 or int64 if a tensor, [N+1]): offsets of the sequences in the global
+            stream, from 0, non-decreasing.
         world_size: number of ranks.
         layout: one of ``layouts.LAYOUTS``.
-        boundaries: ``[0, b1, ..., T]`` for ``contiguous``, ``[(rank, start, stop), ...]`` in any order for ``custom``.
-        padded_cu_seqlens ([N+1]): rows where sequences start in the padded buffer; the last is its length.
+        boundaries: ``[0, b1, ..., T]`` for ``contiguous``, ``[(rank, start, stop), ...]`` in any
+            order for ``custom``.
+        padded_cu_seqlens ([N+1]): rows where sequences start in the padded buffer; the last is its
+            length.
 
     Raises:
         PlanError: malformed arguments; the words are a function of the arguments alone.
@@ -418,10 +366,9 @@ def build_plan(
     if padded_cu_seqlens is not None:
         padded = as_offsets(padded_cu_seqlens, "padded_cu_seqlens")
         _check_padding(offsets, padded)
-    edges: Boundaries | None = None
-    if boundaries is not None:
-        edges = as_pieces(boundaries) if name == "custom" else as_offsets(boundaries, "boundaries")
-    return _build(offsets, ranks, name, edges, None if padded == offsets else padded)
+    if padded == offsets:
+        padded = None
+    return _build(offsets, ranks, name, as_boundaries(name, boundaries), padded)
 
 
 @lru_cache(maxsize=128)
@@ -440,14 +387,18 @@ def _build(
 def _check_padding(offsets: Sequence[int], padded: Sequence[int]) -> None:
     if len(padded) != len(offsets):
         raise PlanError(
-            f"padded_cu_seqlens must have as many offsets as cu_seqlens, {len(offsets)}, got {len(padded)}"
+            f"padded_cu_seqlens must have {len(offsets)} offsets like cu_seqlens, got {len(padded)}"
         )
     for i in range(len(offsets) - 1):
         length, extent = offsets[i + 1] - offsets[i], padded[i + 1] - padded[i]
         if length > extent:
-            raise PlanError(f"sequence {i} has {length} tokens and does not fit in its {extent} padded rows")
+            raise PlanError(
+                f"sequence {i} has {length} tokens and does not fit in its {extent} padded rows"
+            )
 
 
 def _check_rows(x: Tensor, dim: int, rows: int, what: str) -> None:
     if not -x.dim() <= dim < x.dim() or x.size(dim) != rows:
-        raise OpInputError(f"{what} must have {rows} rows in dimension {dim}, got shape {list(x.shape)}")
+        raise OpInputError(
+            f"{what} must have {rows} rows in dimension {dim}, got shape {list(x.shape)}"
+        )
