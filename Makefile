@@ -39,7 +39,7 @@ $(INSTALLED): pyproject.toml $(addsuffix /pyproject.toml,$(BACKENDS))
 	$(PYTHON) -m venv $(if $(filter base,$(TORCH)),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' 'setuptools>=70.1'
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(filter-out base,$(TORCH)) \
-		--group test --group lint -e '.[testing,bench]' $(addprefix -e ,$(BACKENDS))
+		--group test --group lint -e . $(addprefix -e ,$(BACKENDS))
 	@touch $@
 
 demo: $(INSTALLED)
