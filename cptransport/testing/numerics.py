@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numeric comparison with fixed tolerances."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["TOLERANCES", "assert_close", "relative_error"]
+
+#: Largest error over largest reference value, per tensor, by the dtype that was computed in.
+# Nothing loosens these.
+TOLERANCES: dict[torch.dtype, float] = {
+    torch.float64: 1e-11,
+    torch.float32: 2e-5,
+    torch.float16: 4e-3,
+    torch.bfloat16: 3e-2,
+}
+
+#: A reference whose largest value is below this shows nothing.
+SMALLEST_REFERENCE = 1e-4
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return max |actual - expected| / max |expected|, in fp64; an unmatched NaN counts as inf."""
+    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    if a.numel() == 0:
+        return 0.0
+    same = (a == e) | (a.isnan() & e.isnan())  # equal infinities too
+    difference = torch.where(same, torch.zeros_like(e), a - e).abs()
+    worst = torch.where(difference.isnan(), torch.full_like(e, torch.inf), difference).max().item()
+    finite = e[e.isfinite()]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    return 0.0 if worst == 0 else worst / scale if scale else float("inf")
+
+
+def assert_close(
+    actual: Tensor,
+    expected: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    name: str = "tensor",
+    zero: bool = False,
+) -> None:
+    """Compare with the tolerance of a dtype, by largest error over largest reference value.
+
+    Args:
+        actual: the result.
+        expected: the reference, of any float dtype (fp64 where possible); same shape.
+        dtype: what was computed in; None: the dtype of ``actual``.
+        name: for the message.
+        zero: the reference is exactly zero, and the result must be. Without it, a reference too
+            small to show anything is a failure of the test itself.
+
+    Raises:
+        AssertionError: they differ, or the comparison shows nothing.
+    """
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
+    if zero:
+        assert not actual.count_nonzero(), (
+            f"{name}: must be exactly zero, has {actual.abs().max().item():.3e}"
+        )
+        assert not expected.count_nonzero(), f"{name}: the reference is not zero"
+        return
+    if expected.numel() == 0:
+        return
+    largest = expected.detach().double().abs().nan_to_num().max().item()
+    assert largest >= SMALLEST_REFERENCE, (
+        f"{name}: the largest reference value is {largest:.3e}; that shows nothing"
+    )
+    limit = TOLERANCES[dtype or actual.dtype]
+    error = relative_error(actual, expected)
+    assert error <= limit, (
+        f"{name}: relative error {error:.3e} above {limit:.0e} for {dtype or actual.dtype} "
+        f"(largest reference value {largest:.3e})"
+    )
