@@ -38,6 +38,8 @@ $(INSTALLED): pyproject.toml $(addsuffix /pyproject.toml,$(BACKENDS))
 	@echo 'building $(VENV) (torch is large: minutes the first time)'
 	$(PYTHON) -m venv $(if $(filter base,$(TORCH)),--system-site-packages) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1' 'setuptools>=70.1'
+	@# setuptools warns at length about editable installs and about the only licence form that 64 knows
+	PYTHONWARNINGS=ignore \
 	$(BIN)/python -m pip install --quiet --no-build-isolation $(filter-out base,$(TORCH)) \
 		--group test --group lint -e . $(addprefix -e ,$(BACKENDS))
 	@touch $@
