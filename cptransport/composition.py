@@ -31,7 +31,7 @@ Handoffs cannot deadlock. The routes of one round form a graph over ranks withou
 rank goes through the rounds in order. So the earliest round that some rank has not left has a rank
 that waits in it for nobody who is still in it; that rank publishes and goes on.
 
-Source: algebra.md, "Composition and the scan"; design.md section 3, "Backends".
+Source: docs/algebra.md, "Composition and the scan".
 """
 
 from __future__ import annotations

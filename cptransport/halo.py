@@ -22,7 +22,7 @@ Rows of the initial conv state are addressed as ``sequence * h + column``: its `
 for packed input (rows of the ``[N * h, 1, D]`` reshape), and its ``[h, B, D]`` view for dense
 input, where the plan has one sequence.
 
-Source: algebra.md, "Causal convolution".
+Source: docs/algebra.md, "Causal convolution".
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ belong to a rank but to no segment.
 A *global* segment index is a position in ``plan.segments`` (by sequence, then start), a *local* one
 a position among the segments of one rank, in the same order. Slots have one row per local segment.
 
-Source: design.md section 4; algebra.md, "Layouts are lists of segments".
+Source: docs/algebra.md, "Layouts are lists of segments".
 """
 
 from __future__ import annotations
