@@ -21,7 +21,7 @@ CORE = ROOT / "cptransport"
 PROTOCOL = ("errors", "env", "transport", "control", "base", "backend", "registry")
 #: what stands on the protocol, lowest first; nobody imports upwards, the rest imports none of it
 LEVELS = ("exchange", "ops", "integrations", "testing", "bench", "cli")
-#: plans and summaries know tensors, declarations and each other; no process group and nobody who does
+#: plans and summaries know tensors and declarations; no process group and nobody who does
 PURE = ("composition", "describe", "halo", "layouts", "plan", "summary", "volume")
 IMPURE = {"base", "backend", "context", "control", "registry", "select", "transports", *LEVELS}
 
