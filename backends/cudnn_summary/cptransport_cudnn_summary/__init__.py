@@ -36,7 +36,7 @@ def _probe(group: Any, device: torch.device) -> str | None:
 
 
 def _create(group: Any, device: torch.device, timeout_s: float, **options: Any) -> NoReturn:
-    raise BackendUnavailableError(f"cudnn_summary: {_why_not(device)}")
+    raise BackendUnavailableError(_why_not(device))
 
 
 BACKEND = BackendSpec(

@@ -35,7 +35,7 @@ def _probe(group: Any, device: torch.device) -> str | None:
 
 
 def _create(group: Any, device: torch.device, timeout_s: float, **options: Any) -> NoReturn:
-    raise BackendUnavailableError(f"nccl: {_why_not(device)}")
+    raise BackendUnavailableError(_why_not(device))
 
 
 BACKEND = BackendSpec(

@@ -33,7 +33,7 @@ def _probe(group: Any, device: torch.device) -> str | None:
 
 
 def _create(group: Any, device: torch.device, timeout_s: float, **options: Any) -> NoReturn:
-    raise BackendUnavailableError(f"nvshmem_barrier: {_why_not(device)}")
+    raise BackendUnavailableError(_why_not(device))
 
 
 BACKEND = BackendSpec(
