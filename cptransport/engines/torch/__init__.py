@@ -7,7 +7,9 @@ States are fp64 when v (x) is, else fp32. The gradients of all inputs that were 
 from __future__ import annotations
 
 from cptransport.engines.torch.kda import TorchKDA
+from cptransport.engines.torch.ssd import TorchSSD
 
-__all__ = ["KDA_ENGINE", "TorchKDA"]
+__all__ = ["KDA_ENGINE", "SSD_ENGINE", "TorchKDA", "TorchSSD"]
 
 KDA_ENGINE = TorchKDA()
+SSD_ENGINE = TorchSSD()

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["FORGET", "between", "from_chunks", "from_start", "to_chunks", "to_end"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "FORGET",
+    "between",
+    "from_chunks",
+    "from_start",
+    "to_chunks",
+    "to_end",
+]
+
+#: Elements of the largest temporaries of a block: 32 MiB each in fp32.
+BLOCK_ELEMENTS = 1 << 23
 
 #: Log decay that stands for all smaller ones, -inf included: its exponential is 0, in fp64 too, and
 #: unlike -inf it may meet a zero.

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from cptransport.engines import KDAInputs, KDAOptions, OpFacts
 from cptransport.engines.torch.chunks import (
+    BLOCK_ELEMENTS,
     FORGET,
     between,
     from_chunks,
@@ -39,8 +40,6 @@ from cptransport.engines.torch.segments import Block, SegmentEngine
 __all__ = ["TorchKDA"]
 
 _CHUNK = 16
-#: Elements of the largest temporaries of a block: 32 MiB each in fp32.
-_BLOCK_ELEMENTS = 1 << 23
 
 
 class _Prepared(NamedTuple):
@@ -75,7 +74,7 @@ class TorchKDA(SegmentEngine[_Prepared]):
         """Bound the largest temporaries: decays between a chunk's tokens, a state per chunk."""
         batch, _, heads, values = inputs.v.shape
         per_chunk = batch * heads * inputs.k.shape[3] * max(_CHUNK * _CHUNK, values)
-        return _CHUNK * max(1, _BLOCK_ELEMENTS // max(1, per_chunk))
+        return _CHUNK * max(1, BLOCK_ELEMENTS // max(1, per_chunk))
 
     def prepare(self, block: Block) -> _Prepared:
         """Compute all matrices of the chunks."""

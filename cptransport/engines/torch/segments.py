@@ -256,23 +256,17 @@ class SegmentEngine(ABC, Generic[PreparedT]):
 
     def forward_finish(self, local: _Forward[PreparedT], incoming: StateTable) -> Finished:
         """Run the segments that have not run yet. ``incoming`` is called exactly once."""
-        with _computing(local.output):
-            states = local.seed
-            for first in (True, False):
-                if not first:
-                    states = incoming()
-                for index in [i for i in local.pending if local.segments[i].first is first]:
-                    prepared = local.pending.pop(index)
-                    self._run_segment(local, index, prepared, states[_rows(index, local.output)])
-            saved = (
-                *(getattr(local.inputs, name) for name in self.token_names + self.parameter_names),
-                _stack([state for states in local.starts for state in states], local.seed),
-                _stack(local.transitions.values(), local.seed),
-            )
-            dtypes = {name: getattr(local.inputs, name).dtype for name in local.whole.present()}
-            kept = tuple(local.transitions)
-            meta = _Meta(local.segments, local.spans, kept, dtypes, local.whole.options)
-            return Finished(local.output, local.outgoing, Saved(saved, meta))
+        self._run_pending(local, local.seed, first=True)
+        self._run_pending(local, incoming(), first=False)
+        saved = (
+            *(getattr(local.inputs, name) for name in self.token_names + self.parameter_names),
+            _stack([state for states in local.starts for state in states], local.seed),
+            _stack(local.transitions.values(), local.seed),
+        )
+        dtypes = {name: getattr(local.inputs, name).dtype for name in local.whole.present()}
+        kept = tuple(local.transitions)
+        meta = _Meta(local.segments, local.spans, kept, dtypes, local.whole.options)
+        return Finished(local.output, local.outgoing, Saved(saved, meta))
 
     def backward_local(
         self,
@@ -300,20 +294,12 @@ class SegmentEngine(ABC, Generic[PreparedT]):
 
     def backward_finish(self, local_grad: _Backward, grad_outgoing: StateTable) -> Grads:
         """Compute the remaining gradients. ``grad_outgoing`` is called exactly once."""
-        backward, segments = local_grad, local_grad.meta.segments
-        with _computing(backward.grad_output):
-            grads = backward.seed
-            for last in (True, False):
-                if not last:
-                    grads = grad_outgoing()
-                for index in [i for i in backward.pending if segments[i].last is last]:
-                    self._pull_back(backward, index, grads[_rows(index, backward.grad_output)])
-            inputs: dict[str, Tensor | None] = dict.fromkeys(
-                self.token_names + self.parameter_names
-            )
-            for name, dtype in backward.meta.dtypes.items():
-                inputs[name] = backward.grads[name].to(dtype)
-            return Grads(inputs, backward.incoming)
+        self._pull_back_pending(local_grad, local_grad.seed, last=True)
+        self._pull_back_pending(local_grad, grad_outgoing(), last=False)
+        inputs: dict[str, Tensor | None] = dict.fromkeys(self.token_names + self.parameter_names)
+        for name, dtype in local_grad.meta.dtypes.items():
+            inputs[name] = local_grad.grads[name].to(dtype)
+        return Grads(inputs, local_grad.incoming)
 
     def _open(self, inputs: Any, segments: Sequence[LocalSegment]) -> _Forward[PreparedT]:
         shaped: Tensor = getattr(inputs, self.token_names[0])
@@ -378,6 +364,12 @@ class SegmentEngine(ABC, Generic[PreparedT]):
     def _prepared(self, local: _Forward[PreparedT], index: int) -> Iterator[PreparedT]:
         return (self.prepare(local.whole.rows(*span)) for span in local.spans[index])
 
+    def _run_pending(self, local: _Forward[PreparedT], states: Tensor, *, first: bool) -> None:
+        with _computing(local.output):
+            for index in [i for i in local.pending if local.segments[i].first is first]:
+                prepared = local.pending.pop(index)
+                self._run_segment(local, index, prepared, states[_rows(index, local.output)])
+
     def _run_segment(
         self, local: _Forward[PreparedT], index: int, prepared: Iterable[PreparedT], state: Tensor
     ) -> Tensor:
@@ -387,6 +379,13 @@ class SegmentEngine(ABC, Generic[PreparedT]):
             local.output[:, start:stop], state = self.run(block, state)
         local.outgoing[_rows(index, local.output)] = state
         return state
+
+    def _pull_back_pending(self, backward: _Backward, grads: Tensor, *, last: bool) -> None:
+        with _computing(backward.grad_output):
+            for index in backward.pending:
+                if backward.meta.segments[index].last is last:
+                    rows = _rows(index, backward.grad_output)
+                    self._pull_back(backward, index, grads[rows])
 
     def _pull_back(
         self, backward: _Backward, index: int, grad: Tensor, *, inputs: bool = True
