@@ -258,6 +258,15 @@ class TransportBase:
             self._break(error)
         self.close()
 
+    def abandon(self, error: BaseException) -> None:
+        """Tell the peers that this rank raised inside an op; once something was staged, only ``close`` still works."""
+        if self._broken is not None or self._closed:
+            return
+        if self.control.staged:
+            self._break(error)
+        else:
+            self.control.report(error, fatal=False)
+
     # ------------------------------------------------------------------------------------------- for subclasses
 
     def _wait(
@@ -320,7 +329,9 @@ class TransportBase:
     def _break(self, error: BaseException) -> None:
         if self._broken is None:
             self._broken = error
-            self.control.report(error, fatal=True)  # before connections close, so that peers read the cause
+            self.control.report(
+                error, fatal=True
+            )  # before connections close, so that peers read the cause
             self._interrupt()
 
     def _check_routes(self, slot: Slot) -> None:
@@ -335,9 +346,7 @@ class TransportBase:
         if not 0 <= source < self.world_size:
             raise RouteError(f"source {source} is outside world size {self.world_size}")
         if part.routes is not None and part.rows(source, self.rank) == ():
-            raise RouteError(
-                f"part {part.name!r}: no route from rank {source} to rank {self.rank}"
-            )
+            raise RouteError(f"part {part.name!r}: no route from rank {source} to rank {self.rank}")
 
     def _check_pairwise(self, current: Generation) -> None:
         if current.to is None and not self.capabilities.pairwise:
@@ -364,12 +373,14 @@ class TransportBase:
             key = (part.name, source)
             if part.routes is None and key in current.taken:
                 raise GenerationError(
-                    self._where(current) + f": part {part.name!r} of rank {source} was already taken"
+                    self._where(current)
+                    + f": part {part.name!r} of rank {source} was already taken"
                 )
             if source == self.rank:
                 if current.to is None or (part.routes is None and self.rank not in current.to):
                     raise GenerationError(
-                        self._where(current) + ": this rank did not publish to itself, taking would wait for ever"
+                        self._where(current)
+                        + ": this rank did not publish to itself, taking would wait for ever"
                     )
                 result[key] = current.staged[part.name]
             elif key in current.received:

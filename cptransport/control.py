@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,14 @@ import torch.distributed as dist
 
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 
-__all__ = ["POLL_S", "ControlPlane", "group_store"]
+__all__ = ["POLL_S", "ControlPlane", "creating", "fresh", "group_store"]
 
 #: How long a host wait sleeps before it looks for records of peers again.
 POLL_S = 0.02
 
 _counters: dict[tuple[str, str], int] = {}
 _counters_lock = threading.Lock()
+_local = threading.local()  # .attempt: name and counters of the attempt that this thread is in
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,28 @@ class _Record:
     rank: int
     text: str
     fatal: bool
+
+
+@contextmanager
+def creating(attempt: str) -> Iterator[None]:
+    """Count fresh keys anew, under a name that the ranks agreed on, while a backend makes its transport.
+
+    Ranks whose attempt failed at different points would else count differently for ever.
+    """
+    before = getattr(_local, "attempt", None)
+    _local.attempt = (attempt, {})
+    try:
+        yield
+    finally:
+        _local.attempt = before
+
+
+def fresh(owner: str, purpose: str, counters: dict[tuple[str, str], int] = _counters) -> str:
+    """Return a key prefix that is new for every call, and alike on ranks that call equally often."""
+    attempt, counters = getattr(_local, "attempt", None) or ("", counters)
+    with _counters_lock:
+        count = counters[owner, purpose] = counters.get((owner, purpose), -1) + 1
+    return "/".join(part for part in (attempt, purpose, str(count)) if part)
 
 
 def group_store(group: Any, purpose: str) -> Any:
@@ -53,11 +77,11 @@ def group_store(group: Any, purpose: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     group = group if group is not None else dist.group.WORLD
-    store = c10d._get_process_group_store(group).clone()  # a client of its own: no wait of torch's blocks ours
-    key = (c10d._get_process_group_name(group), purpose)
-    with _counters_lock:
-        count = _counters[key] = _counters.get(key, -1) + 1
-    return dist.PrefixStore(f"cptransport/{purpose}/{count}", store)
+    store = c10d._get_process_group_store(
+        group
+    ).clone()  # a client of its own: no wait of torch's blocks ours
+    key = fresh(c10d._get_process_group_name(group), purpose)
+    return dist.PrefixStore(f"cptransport/{key}", store)
 
 
 class ControlPlane:
@@ -171,7 +195,9 @@ class ControlPlane:
                 if record.rank != self.rank:
                     self._records[record.step, record.rank] = record
         except Exception as error:
-            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+            raise PeerFailedError(
+                f"the group's store is gone with the rank that hosted it: {error}"
+            ) from error
 
     # ----------------------------------------------------------------------------------------------- agreement
 
@@ -193,7 +219,9 @@ class ControlPlane:
         try:
             self._store.set(f"{prefix}/{self.rank}", value)
         except Exception as error:
-            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+            raise PeerFailedError(
+                f"the group's store is gone with the rank that hosted it: {error}"
+            ) from error
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         start = time.monotonic()
         pause = 0.0005
@@ -217,7 +245,9 @@ class ControlPlane:
         try:
             return bool(self._store.check([key]))
         except Exception as error:
-            raise PeerFailedError(f"the group's store is gone with the rank that hosted it: {error}") from error
+            raise PeerFailedError(
+                f"the group's store is gone with the rank that hosted it: {error}"
+            ) from error
 
 
 def wait_until(

@@ -49,14 +49,24 @@ class EnvVar:
 
 
 COMM_BACKEND = EnvVar(
-    "CULA_CP_COMM_BACKEND", "auto", (), "transport: auto, a registered name, nvshmem, or package.module:ATTR"
+    "CULA_CP_COMM_BACKEND",
+    "auto",
+    (),
+    "transport: auto, a registered name, nvshmem, or package.module:ATTR",
 )
-STRICT = EnvVar("CULA_CP_STRICT", "0", ("0", "1"), "1: fallbacks and unknown CULA_CP_* names are errors")
+STRICT = EnvVar(
+    "CULA_CP_STRICT", "0", ("0", "1"), "1: fallbacks and unknown CULA_CP_* names are errors"
+)
 OVERLAP = EnvVar("CULA_CP_OVERLAP", "0", ("0", "1"), "1: exchange beside local work")
 COMPOSITION = EnvVar(
-    "CULA_CP_COMPOSITION", "auto", ("auto", "handoff", "gather", "scan"), "how summaries are composed"
+    "CULA_CP_COMPOSITION",
+    "auto",
+    ("auto", "handoff", "gather", "scan"),
+    "how summaries are composed",
 )
-ENGINE = EnvVar("CULA_CP_ENGINE", "auto", (), "local compute: auto, torch, triton, cudnn, or a plugin's name")
+ENGINE = EnvVar(
+    "CULA_CP_ENGINE", "auto", (), "local compute: auto, torch, triton, cudnn, or a plugin's name"
+)
 MAMBA_LOAD_BALANCING = EnvVar(
     "CULA_CP_MAMBA_LOAD_BALANCING",
     "virtual",

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From checked inputs to an ``OpCall``: settings, engine, wire, record. Shared by KDA and SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cptransport import env
+from cptransport.composition import schedule
+from cptransport.context import CPContext
+from cptransport.engines import KDAOptions, OpFacts, SSDOptions
+from cptransport.exchange import Wire
+from cptransport.ops.call import OpCall
+from cptransport.ops.engine_choice import choose_engine
+from cptransport.ops.inputs import describe_call
+from cptransport.ops.scope import RunRecord, record_run
+
+__all__ = ["make_call"]
+
+
+def make_call(
+    title: str,
+    op: str,
+    context: CPContext,
+    tensors: Mapping[str, Tensor | None],
+    initial_state: Tensor | None,
+    build: Callable[[Sequence[Tensor | None], Tensor | None], Any],
+    options: KDAOptions | SSDOptions,
+    *,
+    sizes: tuple[int, int, int, int, int],
+    state_shape: tuple[int, ...],
+    state_dtype: torch.dtype,
+    user_layout: str,
+    engine: str | None,
+    flat: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[OpCall, str]:
+    """Choose engine and composition for a call.
+
+    Args:
+        title: public name of the op. op: ``"kda"`` or ``"ssd"``.
+        context: plan and transport.
+        tensors: inputs by name, in the order ``build`` takes them.
+        initial_state: as given.
+        build: makes the engine's inputs.
+        options: of the op.
+        sizes: B, heads, value heads, key dim, value dim.
+        state_shape: ``[N, ...]`` in the caller's layout.
+        state_dtype: of states.
+        user_layout: ``"k_major"`` or ``"v_major"``.
+        engine: the op's argument.
+        flat: see ``OpCall``.
+
+    Returns:
+        The call, and the text that must be the same on every rank.
+
+    Raises:
+        As ``choose_engine`` and ``schedule``; EnvVarError.
+    """
+    plan, transport = context.plan, context.transport
+    batch, heads, value_heads, key_dim, value_dim = sizes
+    given = {
+        name: t for name, t in (*tensors.items(), ("initial_state", initial_state)) if t is not None
+    }
+    tracked = torch.is_grad_enabled()
+    facts = OpFacts(
+        op=op,
+        device_type=transport.device.type,
+        world_size=plan.world_size,
+        batch=batch,
+        heads=heads,
+        value_heads=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+        dtypes={name: tensor.dtype for name, tensor in given.items()},
+        state_dtype=state_dtype,
+        max_segments=plan.max_segments,
+        max_tokens=plan.max_tokens,
+        requires_grad=frozenset(n for n, t in given.items() if tracked and t.requires_grad),
+        options=options,
+    )
+    chosen, reasons = choose_engine(facts, transport, engine)
+    asked = env.choice(env.COMPOSITION)
+    composition = "gather" if asked == "auto" else asked
+    schedule(plan, "forward", composition)  # refuses what is not served, before anything is staged
+    overlap = env.flag(env.OVERLAP)
+    layout = getattr(chosen, "state_layout", "k_major")
+    call = OpCall(
+        title=title,
+        names=tuple(tensors),
+        build=build,
+        engine=chosen,
+        facts=facts,
+        context=context,
+        wire=Wire(op, chosen.slot_parts(facts), layout, batch, composition),
+        overlap=overlap,
+        state_shape=state_shape,
+        swap=layout != user_layout,
+        initial_dtype=None if initial_state is None else initial_state.dtype,
+        flat=flat or {},
+    )
+    record_run(
+        RunRecord(
+            title, chosen.name, transport.name, composition, overlap, plan.world_size, reasons
+        )
+    )
+    return call, describe_call(facts, plan.digest(), chosen.name, composition, overlap)

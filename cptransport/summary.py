@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The algebra of summaries: how one step of a fold acts on a state.
+
+A segment maps the state that enters to the one that leaves, ``S -> M S + E``; a gradient goes the other way,
+``dS -> M^T dS + dE``. What M is depends on the op:
+
+* ``"kda"``: a matrix ``[HV, K, K]``; K-major states ``[HV, K, V]``, or V-major ``[HV, V, K]`` with the transition transposed;
+* ``"ssd"``: a natural-log decay ``[nheads]``; states ``[nheads, headdim, dstate]``; its transpose is itself.
+
+Composition is done in the tables' dtype (float32, or float64 for float64 inputs), never in TF32.
+
+Source: docs/algebra.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+__all__ = ["Advance", "advance", "full_precision"]
+
+#: ``advance(transition, state, summary) -> M state + summary`` over any leading axes.
+Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def advance(op: str, direction: str, layout: str) -> Advance:
+    """Return the fold step of an op.
+
+    Args:
+        op: ``"kda"`` or ``"ssd"``.
+        direction: ``"forward"`` (M) or ``"backward"`` (M transposed).
+        layout: ``"k_major"`` or ``"v_major"``, of the slot's tables; only the KDA step depends on it.
+    """
+    if op == "ssd":
+        return _decay
+    transposed = direction == "backward"
+    if layout == "v_major":
+        return _right_transposed if transposed else _right
+    return _left_transposed if transposed else _left
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[object]:
+    """Keep TF32 out of the matrix products of float32 tensors while folding."""
+    if device.type != "cuda":
+        return nullcontext()
+    return _no_tf32()
+
+
+class _no_tf32(AbstractContextManager[object]):
+    def __enter__(self) -> None:
+        self._before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+
+    def __exit__(self, *details: object) -> None:
+        torch.backends.cuda.matmul.allow_tf32 = self._before
+
+
+def _decay(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
+    return transition.exp()[..., None, None] * state + summary
+
+
+def _left(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
+    return transition @ state + summary
+
+
+def _left_transposed(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
+    return transition.mT @ state + summary
+
+
+def _right(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
+    return state @ transition + summary
+
+
+def _right_transposed(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
+    return state @ transition.mT + summary
