@@ -59,7 +59,7 @@ test-gpu:
 		-m 'gpu or multigpu' $(ARGS)
 
 lint: $(INSTALLED)
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
