@@ -155,8 +155,8 @@ class Plan:
 
     @property
     def max_segments(self) -> int:
-        """Largest number of segments of a rank, at least 1: rows of a slot (n) per batch row."""
-        return max(1, *(len(owned) for owned in self._owned))
+        """Largest number of segments of a rank (n), at least 1: rows of a slot per batch row."""
+        return max(map(len, self._owned))
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -239,15 +239,14 @@ class Plan:
             PlanError: no such rank.
             OpInputError: wrong size.
         """
-        self._check("rank", rank, self.world_size)
+        view = self.for_rank(rank)
         _check_rows(x, dim, self.total_rows, "x")
-        mine = [i for i, run in enumerate(self.runs) if run.rank == rank]
-        if len(mine) <= 1:
-            start, stop = self.runs[mine[0]][1:] if mine else (0, 0)
-            return x.narrow(dim, start, stop - start)
+        if len(view.runs) <= 1:
+            return x.narrow(dim, view.runs[0].start if view.runs else 0, view.num_tokens)
         # The backward of split is one cat; slices would each fill a gradient as large as x.
         pieces = x.split_with_sizes([run.stop - run.start for run in self.runs], dim)
-        return torch.cat([pieces[i] for i in mine], dim)
+        owners = (run.rank for run in self.runs)
+        return torch.cat([p for p, owner in zip(pieces, owners, strict=True) if owner == rank], dim)
 
     def unshard(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
         """Return the global tensor of all ranks' local ones; differentiable, inverse of ``shard``.
@@ -261,8 +260,9 @@ class Plan:
             )
         unused = []
         for rank, part in enumerate(parts):
-            lengths = [run.stop - run.start for run in self.runs if run.rank == rank]
-            _check_rows(part, dim, sum(lengths), f"part {rank}")
+            view = self.for_rank(rank)
+            _check_rows(part, dim, view.num_tokens, f"part {rank}")
+            lengths = [run.stop - run.start for run in view.runs]
             # A part without rows is concatenated too, so that it stays in the graph.
             unused.append(iter(part.split_with_sizes(lengths, dim) if lengths else ()))
         empty = [part for part in parts if part.size(dim) == 0]
