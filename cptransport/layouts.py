@@ -159,10 +159,9 @@ def assign_rows(
     if boundaries is not None:
         return _merged(_between(cast("tuple[int, ...]", boundaries), total, world_size))
     extents = pairwise(starts) if layout.endswith("per_sequence") else [(0, total)]
+    ranks = [*range(world_size)]
     if layout.startswith("zigzag"):
-        ranks = [*range(world_size), *reversed(range(world_size))]
-    else:
-        ranks = [*range(world_size)]
+        ranks += ranks[::-1]
     return _merged(run for start, stop in extents for run in _cut(start, stop, ranks))
 
 
