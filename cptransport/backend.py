@@ -55,10 +55,11 @@ class BackendSpec:
         api_version: ``TRANSPORT_API_VERSION`` that it was written for.
         summary: one line for ``cptransport doctor``.
         capabilities: what its transports can do.
-        probe: ``probe(group, device)`` returns None when it can serve, else the reason as text; it neither communicates
-            nor raises. ``group`` is a ``torch.distributed`` group or None (this process alone, as ``doctor`` asks).
-        create: ``create(group, device, timeout_s, **options)`` makes the transport; collective over the group. It raises
-            ``BackendUnavailableError`` for what only shows then.
+        probe: ``probe(group, device)`` returns None when it can serve, else the reason as text; it
+            neither communicates nor raises. ``group`` is a ``torch.distributed`` group or None
+            (this process alone, as ``doctor`` asks).
+        create: ``create(group, device, timeout_s, **options)`` makes the transport; collective over
+            the group. It raises ``BackendUnavailableError`` for what only shows then.
         variables: further ``CULA_CP_*`` variables of its own.
         preferred_engine: name of the engine that ``auto`` tries first on this backend, or None.
         install: how to install what is missing, for messages.

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """``TransportBase``: the bookkeeping that every transport shares, so that a transport is only how bytes move.
 
-It checks the order of verbs, routes and single takes, keeps the counters, turns the first failure into a broken
+It checks the order of verbs, routes and single takes, keeps the counters, turns the first failure
+into a broken
 transport, and leaves five hooks to the subclass::
 
-    _stage(current, retired)   wait until generation g-2 is released everywhere, return the buffers of g
-    _publish(current, to)      release the staged parts
-    _receive(current, wanted)  wait for and return parts of other ranks
-    _barrier()                 wait for all ranks
-    _close(broken)             free everything
+    _stage(current, retired)   wait until generation g-2 is released everywhere, return the buffers
+    of g _publish(current, to)      release the staged parts _receive(current, wanted)  wait for and
+    return parts of other ranks _barrier()                 wait for all ranks _close(broken)
+    free everything
 
-Hooks that wait on the host do it through ``self._wait``; it ends at the deadline or when a peer failed.
+Hooks that wait on the host do it through ``self._wait``; it ends at the deadline or when a peer
+failed.
 """
 
 from __future__ import annotations
@@ -106,8 +107,6 @@ class TransportBase:
         self._closed = False
         self._broken: BaseException | None = None
 
-    # --------------------------------------------------------------------------------------------------- hooks
-
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         raise NotImplementedError
 
@@ -128,8 +127,6 @@ class TransportBase:
     def _interrupt(self) -> None:
         """End waits that are still under way elsewhere; called once when the transport breaks."""
 
-    # --------------------------------------------------------------------------------------------------- verbs
-
     def stage(self, slot: Slot) -> Mapping[str, Tensor]:
         """See ``BoundaryTransport.stage``."""
         with self._guard():
@@ -141,7 +138,8 @@ class TransportBase:
             if previous is not None:
                 self._count_received(previous)
             current.staged = dict(self._stage(current, previous))
-            # Handing out fresh views keeps the autograd history of what users copy in off the buffers.
+            # Handing out fresh views keeps the autograd history of what users copy in off the
+            # buffers.
             current.handed = {name: buffer.detach() for name, buffer in current.staged.items()}
             self._generations[slot.name] = current
             return dict(current.handed)
@@ -156,7 +154,7 @@ class TransportBase:
                 if tensor.requires_grad:
                     raise TransportError(
                         self._where(current)
-                        + f": staged part {name!r} requires grad; gradients do not travel with it, write into it under no_grad"
+                        + f": staged part {name!r} requires grad; write into it under no_grad"
                     )
             destinations = tuple(range(self.world_size)) if to is None else tuple(to)
             if len(set(destinations)) != len(destinations) or any(
@@ -267,8 +265,6 @@ class TransportBase:
         else:
             self.control.report(error, fatal=False)
 
-    # ------------------------------------------------------------------------------------------- for subclasses
-
     def _wait(
         self,
         arrived: Callable[[float], bool],
@@ -305,8 +301,6 @@ class TransportBase:
 
     def _where(self, current: Generation) -> str:
         return f"slot {current.slot.name!r}, generation {current.number}"
-
-    # ------------------------------------------------------------------------------------------------ internals
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
@@ -392,7 +386,7 @@ class TransportBase:
             current.received.update(received)
             result.update(received)
             self._count_received(current)
-            for part, source in absent:
+            for part, _ in absent:
                 if part.routes is None:
                     self._arrived[part.name] += part.nbytes
                     self._messages += 1

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The control plane of one transport: who raised where, and agreement of ranks, over a key-value store.
 
-No collective. Every op call, forward and backward alike, is one *step*; all ranks number their steps alike. A rank that
-raises leaves a record ``(step, rank, text, fatal)``; others look for records whenever a wait does not end at once:
+No collective. Every op call, forward and backward alike, is one *step*; all ranks number their
+steps alike. A rank that
+raises leaves a record ``(step, rank, text, fatal)``; others look for records whenever a wait does
+not end at once:
 
 * a record of my current or an earlier step in which I did not raise myself: ``PeerFailedError``;
 * a record of a later step: ignored, the peer has given all that my step needs;
-* I raised in that step too, before staging anything: the transport stays usable once *every* rank has (``settle``).
+* I raised in that step too, before staging anything: the transport stays usable once *every* rank
+    has (``settle``).
 
-A ``fatal`` record (raised after staging, a wait that failed, a rank that left) means that the rank will not go on.
+A ``fatal`` record (raised after staging, a wait that failed, a rank that left) means that the rank
+will not go on.
 """
 
 from __future__ import annotations
@@ -81,14 +85,15 @@ def group_store(group: Any, purpose: str) -> Any:
         group
     ).clone()  # a client of its own: no wait of torch's blocks ours
     key = fresh(c10d._get_process_group_name(group), purpose)
-    return dist.PrefixStore(f"cptransport/{key}", store)
+    return c10d.PrefixStore(f"cptransport/{key}", store)
 
 
 class ControlPlane:
     """Abort records and agreement of one transport.
 
     Args:
-        store: a ``torch.distributed`` store that exactly the transport's ranks share, with a prefix of its own.
+        store: a ``torch.distributed`` store that exactly the transport's ranks share, with a prefix
+            of its own.
         rank: this rank in the group.
         world_size: ranks of the group.
         timeout_s: limit of its own waits.
@@ -106,8 +111,6 @@ class ControlPlane:
         self._raised: dict[int, bool] = {}  # own records: step -> fatal
         self._unsettled: int | None = None
         self._agreements = 0
-
-    # ----------------------------------------------------------------------------------------- steps and records
 
     def begin_step(self) -> int:
         """Open the next step (an op's forward or backward) and return its number."""
@@ -141,7 +144,8 @@ class ControlPlane:
         """Raise what peers have reported.
 
         Raises:
-            PeerFailedError: a peer raised in a step that this rank is in or has passed, and this rank did not.
+            PeerFailedError: a peer raised in a step that this rank is in or has passed, and this
+                rank did not.
         """
         if self.world_size == 1:
             return
@@ -198,8 +202,6 @@ class ControlPlane:
             raise PeerFailedError(
                 f"the group's store is gone with the rank that hosted it: {error}"
             ) from error
-
-    # ----------------------------------------------------------------------------------------------- agreement
 
     def exchange(self, value: str, what: str) -> list[str]:
         """Give every rank every rank's text, in rank order.

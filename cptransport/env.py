@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment variables ``CULA_CP_*``: names, defaults, strict parsing.
 
-Nothing is read at import. An argument beats the variable, the variable beats the default; an empty value means unset.
+Nothing is read at import. An argument beats the variable, the variable beats the default; an empty
+value means unset.
 """
 
 from __future__ import annotations

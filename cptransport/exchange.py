@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One exchange of summaries between ranks: stage, publish, and the states that enter this rank's segments.
 
-Executes a ``composition.Schedule`` on any transport; which bytes move is decided there alone. An exchange is used once::
+Executes a ``composition.Schedule`` on any transport; which bytes move is decided there alone. An
+exchange is used once::
 
     exchange = begin(...)                      # stages the slots
     engine.forward_local(..., exchange.out)    # writes E and M into exchange.out
@@ -170,7 +171,8 @@ class _Handoff(Exchange):
         rounds = self.schedule.rounds
         self._slots = [self._slot(f"{self.name}.{i}", step) for i, step in enumerate(rounds)]
         self._staged = [transport.stage(slot)["state"] for slot in self._slots]
-        # Finished states go where E was: into the slot itself when there is one, so that a first segment writes in place.
+        # Finished states go where E was: into the slot itself when there is one, so that a first
+        # segment writes in place.
         out = {"state": self._staged[0] if len(rounds) == 1 else self._scratch("state")}
         if any(need.transition for need in self.needs):
             out["transition"] = self._scratch("transition")
@@ -241,7 +243,8 @@ def begin(wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str) 
     chosen = schedule(plan, direction, wire.composition)
     if chosen.receive_first and not transport.capabilities.pairwise:
         raise CapabilityError(
-            f"composition {wire.composition!r} fetches before it publishes; transport {transport.name!r} is not pairwise"
+            f"composition {wire.composition!r} fetches before it publishes, and transport "
+            f"{transport.name!r} is not pairwise"
         )
     if not chosen.rounds:
         return _Silent(wire, plan, transport, direction)

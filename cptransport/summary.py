@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The algebra of summaries: how one step of a fold acts on a state.
 
-A segment maps the state that enters to the one that leaves, ``S -> M S + E``; a gradient goes the other way,
+A segment maps the state that enters to the one that leaves, ``S -> M S + E``; a gradient goes the
+other way,
 ``dS -> M^T dS + dE``. What M is depends on the op:
 
-* ``"kda"``: a matrix ``[HV, K, K]``; K-major states ``[HV, K, V]``, or V-major ``[HV, V, K]`` with the transition transposed;
-* ``"ssd"``: a natural-log decay ``[nheads]``; states ``[nheads, headdim, dstate]``; its transpose is itself.
+* ``"kda"``: a matrix ``[HV, K, K]``; K-major states ``[HV, K, V]``, or V-major ``[HV, V, K]`` with
+    the transition transposed;
+* ``"ssd"``: a natural-log decay ``[nheads]``; states ``[nheads, headdim, dstate]``; its transpose
+    is itself.
 
 Composition is done in the tables' dtype (float32, or float64 for float64 inputs), never in TF32.
 
@@ -32,7 +35,8 @@ def advance(op: str, direction: str, layout: str) -> Advance:
     Args:
         op: ``"kda"`` or ``"ssd"``.
         direction: ``"forward"`` (M) or ``"backward"`` (M transposed).
-        layout: ``"k_major"`` or ``"v_major"``, of the slot's tables; only the KDA step depends on it.
+        layout: ``"k_major"`` or ``"v_major"``, of the slot's tables; only the KDA step depends on
+            it.
     """
     if op == "ssd":
         return _decay
@@ -46,10 +50,10 @@ def full_precision(device: torch.device) -> AbstractContextManager[object]:
     """Keep TF32 out of the matrix products of float32 tensors while folding."""
     if device.type != "cuda":
         return nullcontext()
-    return _no_tf32()
+    return _NoTF32()
 
 
-class _no_tf32(AbstractContextManager[object]):
+class _NoTF32(AbstractContextManager[object]):
     def __enter__(self) -> None:
         self._before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = False

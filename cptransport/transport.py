@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol: slots, what moves, and the verbs of a transport.
 
-Pure declarations; nothing here talks to a process group. The clauses behind the words are in ``docs/contract.md``.
+Pure declarations; nothing here talks to a process group. The clauses behind the words are in
+``docs/contract.md``.
 
 A *slot* is a named set of parts (tensors of fixed shape). Each use of it is a *generation*::
 
@@ -37,7 +38,8 @@ __all__ = [
 
 TRANSPORT_API_VERSION = 1
 
-#: ``(source, destination)`` moves a whole part, ``(source, destination, row)`` one row of its first axis.
+#: ``(source, destination)`` moves a whole part, ``(source, destination, row)`` one row of its first
+#: axis.
 Route = tuple[int, int] | tuple[int, int, int]
 
 
@@ -49,8 +51,8 @@ class PartSpec:
         name: e.g. ``"state"``, ``"transition"``, ``"halo"``.
         shape: the same on every rank; any size from 0.
         dtype: any torch dtype; bytes out equal bytes in.
-        routes: what moves, a set of ``(source, destination)`` or ``(source, destination, row)``. None: every rank's whole
-            part goes to every rank that ``publish`` names.
+        routes: what moves, a set of ``(source, destination)`` or ``(source, destination, row)``.
+            None: every rank's whole part goes to every rank that ``publish`` names.
 
     Raises:
         TransportError: the name, shape or dtype is malformed.
@@ -69,10 +71,14 @@ class PartSpec:
         if any(size < 0 for size in shape):
             raise TransportError(f"part {self.name!r}: negative size in shape {shape}")
         if not isinstance(self.dtype, torch.dtype):
-            raise TransportError(f"part {self.name!r}: dtype must be a torch.dtype, got {self.dtype!r}")
+            raise TransportError(
+                f"part {self.name!r}: dtype must be a torch.dtype, got {self.dtype!r}"
+            )
         object.__setattr__(self, "shape", shape)
         if self.routes is not None:
-            object.__setattr__(self, "routes", frozenset(self._route(entry) for entry in self.routes))
+            object.__setattr__(
+                self, "routes", frozenset(self._route(entry) for entry in self.routes)
+            )
 
     def _route(self, entry: Iterable[int]) -> Route:
         values = tuple(int(value) for value in entry)
@@ -82,7 +88,9 @@ class PartSpec:
                 f"of non-negative integers, got {values}"
             )
         if len(values) == 3 and (not self.shape or values[2] >= self.shape[0]):
-            raise RouteError(f"part {self.name!r}: row {values[2]} is outside the shape {self.shape}")
+            raise RouteError(
+                f"part {self.name!r}: row {values[2]} is outside the shape {self.shape}"
+            )
         return values  # type: ignore[return-value]
 
     @property
@@ -124,7 +132,8 @@ class PartSpec:
 class Slot:
     """A named set of parts.
 
-    A slot *is* its name: buffers, counters and flags belong to the name; parts and routes may change from one generation
+    A slot *is* its name: buffers, counters and flags belong to the name; parts and routes may
+        change from one generation
     to the next, alike on all ranks.
     """
 
@@ -222,10 +231,11 @@ class TransportStats:
 class Gathered:
     """The parts that one ``gather`` brought.
 
-    ``gathered[part]`` is indexable by source rank: a dense ``[world_size, *shape]`` tensor, or a tuple with peers'
-    tensors in place (None where nothing came). ``addresses[part]`` is an int64 ``[world_size]`` tensor on the
-    transport's device: where each source's (contiguous) part starts, 0 where nothing came. Rows that no route moved
-    hold unspecified values. This rank's own entry is its staged tensor.
+    ``gathered[part]`` is indexable by source rank: a dense ``[world_size, *shape]`` tensor, or a
+    tuple with peers' tensors in place (None where nothing came). ``addresses[part]`` is an int64
+    ``[world_size]`` tensor on the transport's device: where each source's (contiguous) part starts,
+    0 where nothing came. Rows that no route moved hold unspecified values. This rank's own entry is
+    its staged tensor.
 
     Ownership: valid until this rank's next ``stage`` of the slot.
     """
@@ -296,9 +306,7 @@ class BoundaryTransport(Protocol):
         """Wait for one source's part of this generation and return it."""
         ...
 
-    def gather(
-        self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None
-    ) -> Gathered:
+    def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
         """Wait for the parts of several sources; None: everything that comes to this rank."""
         ...
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine protocol: how one rank computes its own segments of one op.
 
-An engine knows nothing of ranks, transports or plans. The orchestration in ``cptransport.ops`` calls it in this order,
+An engine knows nothing of ranks, transports or plans. The orchestration in ``cptransport.ops``
+calls it in this order,
 with the exchange between the calls::
 
     forward_local   -> publish -> (receive) -> forward_finish
@@ -9,12 +10,15 @@ with the exchange between the calls::
 
 Conventions shared by all engines:
 
-* A *segment* is a run of local rows of one sequence. Segments may have zero length; rows of no segment are padding: they get
-  zero outputs and zero gradients, whatever they hold (NaN included).
-* Tables of states have one row per (segment, batch row): ``row = segment * B + b``; ``R = len(segments) * B``.
-* State layout is ``[HV, K, V]`` (KDA, K-major) or ``[nheads, headdim, dstate]`` (SSD), in ``facts.state_dtype``. An engine whose
-  slots are V-major (``[HV, V, K]``, transition transposed) says so in ``state_layout``.
-* The SSD transition is one natural-log decay per head, ``[nheads]``; the KDA transition is the matrix M ``[HV, K, K]``.
+* A *segment* is a run of local rows of one sequence. Segments may have zero length; rows of no
+  segment are padding: they get zero outputs and zero gradients, whatever they hold (NaN included).
+* Tables of states have one row per (segment, batch row): ``row = segment * B + b``; ``R =
+    len(segments) * B``.
+* State layout is ``[HV, K, V]`` (KDA, K-major) or ``[nheads, headdim, dstate]`` (SSD), in
+  ``facts.state_dtype``. An engine whose slots are V-major (``[HV, V, K]``, transition transposed)
+  says so in ``state_layout``.
+* The SSD transition is one natural-log decay per head, ``[nheads]``; the KDA transition is the
+    matrix M ``[HV, K, K]``.
 
 Source: algebra of the affine boundary, ``docs/algebra.md``.
 """
@@ -48,7 +52,8 @@ __all__ = [
     "StateTable",
 ]
 
-#: Resolves to a ``[R, ...]`` table of states when called; calling may wait for peers, so call it as late as possible.
+#: Resolves to a ``[R, ...]`` table of states when called; calling may wait for peers, so call it as
+#: late as possible.
 StateTable = Callable[[], Tensor]
 
 
@@ -59,7 +64,8 @@ class LocalSegment:
     Attributes:
         start, stop: local row range, ``start <= stop``.
         sequence: index of the sequence in the plan.
-        first, last: whether it begins, ends its sequence's chain. Both for a sequence on one rank only.
+        first, last: whether it begins, ends its sequence's chain. Both for a sequence on one rank
+            only.
     """
 
     start: int
@@ -79,11 +85,13 @@ class Need:
     """What one segment must write into the staged tables.
 
     Attributes:
-        state: forward: E, the final state from this segment's seed (the initial state for a first segment, zero for others).
-            Backward: dE, the gradient of the state that enters, from this segment's seed (the gradient of the final state for
-            a last segment, zero for others).
+        state: forward: E, the final state from this segment's seed (the initial state for a first
+            segment, zero for others). Backward: dE, the gradient of the state that enters, from
+            this segment's seed (the gradient of the final state for a last segment, zero for
+            others).
         transition: M (backward writes it again, from what forward kept).
-        keep_transition: forward: M will be asked for in the backward, though it need not be written now.
+        keep_transition: forward: M will be asked for in the backward, though it need not be written
+            now.
     """
 
     state: bool
@@ -151,8 +159,8 @@ class KDAInputs:
         g: ``[B, T, HV, K]``, natural-log decay, or the gate's input with ``use_gate_in_kernel``.
         beta: ``[B, T, HV]``.
         A_log: ``[HV]`` or None. dt_bias: ``[HV, K]`` (already reshaped) or None.
-        seed: ``[R, HV, K, V]`` in the state dtype: initial states in the rows of first segments, zeros elsewhere.
-            None: all zero.
+        seed: ``[R, HV, K, V]`` in the state dtype: initial states in the rows of first segments,
+            zeros elsewhere. None: all zero.
         options: see ``KDAOptions``.
     """
 
@@ -184,7 +192,8 @@ class SSDInputs:
     Attributes:
         x: ``[B, T, nheads, headdim]``. dt: ``[B, T, nheads]``. A: ``[nheads]``.
         B, C: ``[B, T, ngroups, dstate]``.
-        D: ``[nheads]`` or ``[nheads, headdim]`` or None. z: like x or None. dt_bias: ``[nheads]`` or None.
+        D: ``[nheads]`` or ``[nheads, headdim]`` or None. z: like x or None. dt_bias: ``[nheads]``
+            or None.
         seed: ``[R, nheads, headdim, dstate]`` as in ``KDAInputs``.
         options: see ``SSDOptions``.
     """
@@ -215,7 +224,8 @@ class Finished:
 
     Attributes:
         output: o ``[B, T, HV, V]`` or y ``[B, T, nheads, headdim]`` in v's (x's) dtype.
-        outgoing: ``[R, ...]`` states that leave the segments; only the rows of last segments are read.
+        outgoing: ``[R, ...]`` states that leave the segments; only the rows of last segments are
+            read.
         saved: what the backward needs; nothing in it aliases a staged tensor.
     """
 
@@ -230,7 +240,8 @@ class OutputGrads:
 
     Attributes:
         output: gradient of the output, same shape and dtype, any strides.
-        seed: ``[R, ...]`` gradients of final states in the rows of last segments, zeros elsewhere. None: all zero.
+        seed: ``[R, ...]`` gradients of final states in the rows of last segments, zeros elsewhere.
+            None: all zero.
     """
 
     output: Tensor
@@ -242,8 +253,10 @@ class Grads:
     """Result of a backward.
 
     Attributes:
-        inputs: input name -> gradient (this rank's own contribution for replicated inputs), in the input's dtype.
-        incoming: ``[R, ...]`` gradients of the states that entered the segments; only first segments' rows are read.
+        inputs: input name -> gradient (this rank's own contribution for replicated inputs), in the
+            input's dtype.
+        incoming: ``[R, ...]`` gradients of the states that entered the segments; only first
+            segments' rows are read.
     """
 
     inputs: Mapping[str, Tensor | None]
@@ -267,7 +280,7 @@ class Engine(Protocol):
         ...
 
     def slot_parts(self, facts: OpFacts) -> tuple[PartSpec, ...]:
-        """Return the parts ``state`` and ``transition`` of its summaries, ``[max_segments * B, ...]``, without routes."""
+        """Return the parts ``state`` and ``transition``, ``[max_segments * B, ...]``, without routes."""
         ...
 
     def forward_local(
@@ -277,7 +290,7 @@ class Engine(Protocol):
         need: Sequence[Need],
         out: Mapping[str, Tensor],
     ) -> Local:
-        """Write what ``need`` says into ``out["state"]`` and ``out["transition"]`` (rows of absent needs stay untouched)."""
+        """Write what ``need`` says into ``out["state"]`` and ``out["transition"]``, and no other row."""
         ...
 
     def forward_finish(self, local: Local, incoming: StateTable) -> Finished:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one orchestration of all ops: local -> publish -> merge -> finish, forward and backward.
 
-``OpCall`` holds what a call is, apart from its tensors; ``run_forward`` and ``run_backward`` execute it; ``BoundaryFunction``
-ties both to autograd. States have the caller's layout outside and the engine's inside.
+``OpCall`` holds what a call is, apart from its tensors; ``run_forward`` and ``run_backward``
+execute it; ``apply`` ties both to autograd. States have the caller's layout outside and
+the engine's inside.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from cptransport.ops.scope import agree, op_step
 from cptransport.plan import Plan
 
 __all__ = [
-    "BoundaryFunction",
     "ForwardResult",
     "OpCall",
     "SavedCall",
+    "apply",
     "run_backward",
     "run_forward",
 ]
@@ -50,7 +51,7 @@ class OpCall:
 
     title: str
     names: tuple[str, ...]
-    build: Callable[[Sequence[Tensor | None], Tensor | None], Any]
+    build: Callable[[Sequence[Any], Tensor | None], Any]
     engine: Engine
     facts: OpFacts
     context: CPContext
@@ -198,13 +199,14 @@ def _to_table(call: OpCall, rows: _Rows, which: str, states: Tensor) -> Tensor:
     return table.index_copy_(0, targets, inner.index_select(0, sources).to(table.dtype))
 
 
-class BoundaryFunction(torch.autograd.Function):
+class _BoundaryFunction(torch.autograd.Function):
     """Autograd node of every op; outputs ``(output, final_states)``."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Run the forward and save what the backward needs."""
         result = run_forward(call, tensors, initial_state)
         ctx.call, ctx.meta = call, result.saved.meta
         ctx.output_like = (result.output.shape, result.output.dtype, result.output.device)
@@ -213,10 +215,11 @@ class BoundaryFunction(torch.autograd.Function):
         return result.output, result.final_states
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
+    @once_differentiable
+    def backward(
         ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Run the backward; gradients that are None count as zeros."""
         call: OpCall = ctx.call
         if grad_output is None:
             shape, dtype, device = ctx.output_like
@@ -224,3 +227,10 @@ class BoundaryFunction(torch.autograd.Function):
         saved = Saved(tuple(ctx.saved_tensors), ctx.meta)
         grads, d_initial = run_backward(call, saved, grad_output, grad_final)
         return (None, d_initial, *(grads.get(name) for name in call.names))
+
+
+def apply(
+    call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Run a call under autograd and return ``(output, final_states)``; tensors in the order of ``call.names``."""
+    return _BoundaryFunction.apply(call, initial_state, *tensors)  # type: ignore[no-untyped-call, no-any-return]

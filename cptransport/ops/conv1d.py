@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Depthwise causal convolution, sequence-sharded: each segment borrows its halo from the ranks before it.
 
-Forward moves the last inputs of predecessors, backward returns each halo row's gradient to the rank it came from; which rows,
-``cptransport.halo`` says.
+Forward moves the last inputs of predecessors, backward returns each halo row's gradient to the rank
+it came from; which rows, ``cptransport.halo`` says.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def causal_conv1d(
 ) -> tuple[Tensor, Tensor | None]:
     """Depthwise causal convolution over sequences that are sharded as ``cp_context`` says.
 
-    ``y_t = act(bias + sum_w weight[:, w] * x_{t - W + 1 + w}) + residual_t``; inputs before a sequence's start come from its
-    initial state (oldest first), zeros without one.
+    ``y_t = act(bias + sum_w weight[:, w] * x_{t - W + 1 + w}) + residual_t``; inputs before a
+    sequence's start come from its initial state (oldest first), zeros without one.
 
     Args:
         x: ``[B, T, D]``, T this rank's local length, any strides.
@@ -69,16 +69,18 @@ def causal_conv1d(
         cp_context: from ``build_cp_context``.
         activation: None, ``"silu"`` or ``"swish"``.
         residual: ``[B, T, D]``, added last.
-        initial_state: ``[N, D, W-1]``, any float dtype, replicated, one row per sequence (dense: N = B).
+        initial_state: ``[N, D, W-1]``, any float dtype, replicated, one row per sequence (dense: N
+            = B).
         output_final_state: return the last W-1 inputs of each sequence.
         upstream: other libraries' arguments; refused by name.
 
     Returns:
-        y ``[B, T, D]`` in x's dtype, and final_state ``[N, D, W-1]`` in x's dtype on the rank that owns each sequence's last
-        token, zeros elsewhere; None unless asked.
+        y ``[B, T, D]`` in x's dtype, and final_state ``[N, D, W-1]`` in x's dtype on the rank that
+        owns each sequence's last token, zeros elsewhere; None unless asked.
 
     Raises:
-        OpInputError (a ValueError), UnsupportedOptionError, PeerFailedError, TransportTimeoutError: as ``chunk_kda``.
+        OpInputError (a ValueError), UnsupportedOptionError, PeerFailedError, TransportTimeoutError:
+        as ``chunk_kda``.
 
     Collective: yes, forward and backward, over the context's transport.
     Source: ``causal_conv1d`` of the package of that name, and FLA's ``ShortConvolution``.
@@ -92,7 +94,7 @@ def causal_conv1d(
                 x, weight, bias, residual, initial_state, cp_context, activation, upstream
             ),
         )
-        y, final_state = _Conv.apply(call, x, weight, bias, residual, initial_state)
+        y, final_state = _Conv.apply(call, x, weight, bias, residual, initial_state)  # type: ignore[no-untyped-call]
     return y, final_state if output_final_state else None
 
 
@@ -209,7 +211,7 @@ class _HaloExchange:
 
 class _Conv(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         call: _Call,
         x: Tensor,
@@ -245,8 +247,8 @@ class _Conv(torch.autograd.Function):
         return y, _rows_to_state(call, final)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(  # type: ignore[override]
+    @once_differentiable
+    def backward(
         ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
@@ -308,7 +310,7 @@ class _Conv(torch.autograd.Function):
 
 
 def _windows(call: _Call, x: Tensor, border: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Per local segment its rows in x, and ``[B, W-1 + length, D]``: its halo, then its inputs, in the compute dtype."""
+    """Per local segment its rows in x, and ``[B, W-1 + length, D]``: halo, then inputs, in the compute dtype."""
     h = call.width - 1
     for index, segment in enumerate(call.context.local.segments):
         span = slice(segment.local_start, segment.local_start + segment.length)

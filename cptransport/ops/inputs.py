@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of op inputs that all ops share. Every failure is an ``OpInputError`` that names the tensor and both shapes."""
+"""Checks of op inputs that all ops share; a failure is an ``OpInputError`` that names the tensor and both shapes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_shape(name: str, tensor: Tensor, expected: tuple[int | None, ...], wor
     if not isinstance(tensor, Tensor):
         raise OpInputError(f"{name} must be a tensor of shape {words}, got {type(tensor).__name__}")
     fits = tensor.dim() == len(expected) and all(
-        want is None or size == want for size, want in zip(tensor.shape, expected)
+        want is None or size == want for size, want in zip(tensor.shape, expected, strict=True)
     )
     if not fits:
         sizes = ", ".join("any" if size is None else str(size) for size in expected)

@@ -14,7 +14,7 @@ from cptransport import env
 from cptransport.context import CPContext
 from cptransport.engines import KDAInputs, KDAOptions
 from cptransport.errors import OpInputError
-from cptransport.ops.call import BoundaryFunction, OpCall, SavedCall, run_backward, run_forward
+from cptransport.ops.call import OpCall, SavedCall, apply, run_backward, run_forward
 from cptransport.ops.inputs import (
     check_batch,
     check_context,
@@ -44,7 +44,7 @@ _UPSTREAM = {
 
 @dataclass(frozen=True)
 class KDAForward:
-    """Result of ``kda_forward``: o ``[B, T, HV, V]``, final_state (None unless asked), and what ``kda_backward`` takes."""
+    """Result of ``kda_forward``: o ``[B, T, HV, V]``, final_state if asked, and what ``kda_backward`` takes."""
 
     o: Tensor
     final_state: Tensor | None
@@ -53,7 +53,7 @@ class KDAForward:
 
 @dataclass(frozen=True)
 class KDAGrads:
-    """Gradients of KDA's inputs: this rank's tokens, and this rank's contribution for replicated inputs; None if absent."""
+    """Gradients of KDA's inputs: of this rank's tokens, and its contribution for replicated inputs; None if absent."""
 
     dq: Tensor | None
     dk: Tensor | None
@@ -90,23 +90,29 @@ def chunk_kda(
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over sequences that are sharded as ``cp_context`` says.
 
-    ``S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T``, ``o_t = scale * S_t^T q_t``.
+    ``S_t = (I - beta_t k_t k_t^T) Diag(exp g_t) S_{t-1} + beta_t k_t v_t^T``, ``o_t = scale * S_t^T
+    q_t``.
 
     Args:
         q, k: ``[B, T, H, K]``, T this rank's local length, K up to 256.
-        v: ``[B, T, HV, V]``, HV a multiple of H, V up to 256; value head j reads query head ``j // (HV / H)``.
-        g: ``[B, T, HV, K]`` natural-log decay in [-inf, 0]; with ``use_gate_in_kernel`` the gate's input.
+        v: ``[B, T, HV, V]``, HV a multiple of H, V up to 256; value head j reads query head ``j //
+            (HV / H)``.
+        g: ``[B, T, HV, K]`` natural-log decay in [-inf, 0]; with ``use_gate_in_kernel`` the gate's
+            input.
         beta: ``[B, T, HV]``; with ``use_beta_sigmoid_in_kernel`` logits.
-        cp_context: from ``build_cp_context``. Packed plans need B = 1; a plan of one sequence takes any B.
+        cp_context: from ``build_cp_context``. Packed plans need B = 1; a plan of one sequence takes
+            any B.
         scale: default ``K ** -0.5``.
-        initial_state: ``[N, HV, K, V]`` any float dtype, replicated, one row per sequence (dense: N = B).
+        initial_state: ``[N, HV, K, V]`` any float dtype, replicated, one row per sequence (dense: N
+            = B).
         output_final_state: return the states after each sequence's last token.
         use_qk_l2norm_in_kernel: ``x * rsqrt(sum x^2 + 1e-6)`` on q and k.
         use_gate_in_kernel: ``g = -exp(A_log) softplus(g + dt_bias)``, or with ``lower_bound``
             ``lower_bound * sigmoid(exp(A_log) (g + dt_bias))``.
         A_log: ``[HV]``; absent: ``exp(A_log) = 1``.
         dt_bias: ``[HV, K]`` or ``[HV * K]``; absent: 0.
-        safe_gate: says that the gate is bounded; never changes the result. Needs ``lower_bound`` with the gate inside.
+        safe_gate: says that the gate is bounded; never changes the result. Needs ``lower_bound``
+            with the gate inside.
         lower_bound: a negative number, see ``use_gate_in_kernel``.
         use_beta_sigmoid_in_kernel: ``beta = sigmoid(beta)``.
         allow_neg_eigval: ``beta = 2 sigmoid(beta)``.
@@ -115,11 +121,13 @@ def chunk_kda(
         upstream: FLA's other arguments; refused by name.
 
     Returns:
-        o ``[B, T, HV, V]`` in v's dtype, and final_state ``[N, HV, K, V]`` fp32 (fp64 for fp64 inputs) on the rank that owns
-        each sequence's last token, zeros elsewhere; None unless asked.
+        o ``[B, T, HV, V]`` in v's dtype, and final_state ``[N, HV, K, V]`` fp32 (fp64 for fp64
+        inputs) on the rank that owns each sequence's last token, zeros elsewhere; None unless
+        asked.
 
     Raises:
-        OpInputError (a ValueError): shapes, dtypes or options do not fit together or do not fit the plan.
+        OpInputError (a ValueError): shapes, dtypes or options do not fit together or do not fit the
+            plan.
         UnsupportedOptionError: an argument or mode that is not served.
         PeerFailedError, TransportTimeoutError: another rank failed or did not come.
 
@@ -148,7 +156,7 @@ def chunk_kda(
                 allow_neg_eigval=allow_neg_eigval,
             ),
         )
-        o, final_state = BoundaryFunction.apply(call, initial_state, *inputs.tensors().values())
+        o, final_state = apply(call, initial_state, *inputs.tensors().values())
     return o, final_state if output_final_state else None
 
 
@@ -169,7 +177,8 @@ def kda_forward(
     """Forward of ``chunk_kda`` without autograd, for frameworks that own theirs. Arguments as there.
 
     Returns:
-        KDAForward: hand ``saved`` to ``kda_backward``. Tensors in it alias inputs; do not write to those before.
+        KDAForward: hand ``saved`` to ``kda_backward``. Tensors in it alias inputs; do not write to
+            those before.
 
     Raises, Collective, Stream: as ``chunk_kda``.
     """
@@ -188,7 +197,8 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
     Args:
         saved: from ``kda_forward``.
         do: gradient of o, ``[B, T, HV, V]``.
-        d_final_state: gradient of the final states, in their layout; rows of sequences that this rank does not own are ignored.
+        d_final_state: gradient of the final states, in their layout; rows of sequences that this
+            rank does not own are ignored.
 
     Returns:
         KDAGrads: the gradient of every input that was given.
@@ -196,7 +206,8 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
     Raises:
         OpInputError: a gradient's shape is not that of its output.
 
-    Collective: yes; all ranks in the same order as the forwards they belong to, or any other common order.
+    Collective: yes; all ranks in the same order as the forwards they belong to, or any other common
+        order.
     """
     call = saved.call
     facts, local = call.facts, call.context.local
@@ -210,7 +221,7 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
         check_shape("d_final_state", d_final_state, call.state_shape, "the final state's shape")
     with torch.no_grad():
         grads, d_initial = run_backward(call, saved.saved, do, d_final_state)
-    return KDAGrads(*(grads.get(name) for name in call.names), d_initial)
+    return KDAGrads(*(grads.get(name) for name in call.names), dinitial_state=d_initial)
 
 
 @dataclass(frozen=True)
@@ -293,11 +304,8 @@ def _prepare(
         allow_neg_eigval=allow_neg_eigval,
     )
 
-    def build(tensors: Sequence[Tensor | None], seed: Tensor | None) -> KDAInputs:
+    def build(tensors: Sequence[Any], seed: Tensor | None) -> KDAInputs:
         q, k, v, g, beta, a_log, dt_bias = tensors
-        assert (
-            q is not None and k is not None and v is not None and g is not None and beta is not None
-        )
         if dt_bias is not None:
             dt_bias = dt_bias.reshape(value_heads, key_dim)
         return KDAInputs(q, k, v, g, beta, a_log, dt_bias, seed, options)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cptransport.context import CPContext
 from cptransport.engines import SSDInputs, SSDOptions
 from cptransport.errors import OpInputError
-from cptransport.ops.call import BoundaryFunction, OpCall, SavedCall, run_backward, run_forward
+from cptransport.ops.call import OpCall, SavedCall, apply, run_backward, run_forward
 from cptransport.ops.inputs import (
     check_batch,
     check_context,
@@ -42,7 +42,7 @@ _UPSTREAM = {
 
 @dataclass(frozen=True)
 class SSDForward:
-    """Result of ``ssd_forward``: y ``[B, T, nheads, headdim]``, final_states (None unless asked), and what ``ssd_backward`` takes."""
+    """Result of ``ssd_forward``: y ``[B, T, nheads, headdim]``, final_states if asked, what ``ssd_backward`` takes."""
 
     y: Tensor
     final_states: Tensor | None
@@ -85,8 +85,8 @@ def mamba_chunk_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba2's state-space dual scan over sequences that are sharded as ``cp_context`` says.
 
-    ``d = clamp(softplus(dt + dt_bias))``, ``S_t = exp(A d_t) S_{t-1} + d_t x_t B_t^T``, ``y_t = S_t C_t + D x_t``, times
-    ``silu(z_t)``.
+    ``d = clamp(softplus(dt + dt_bias))``, ``S_t = exp(A d_t) S_{t-1} + d_t x_t B_t^T``, ``y_t = S_t
+    C_t + D x_t``, times ``silu(z_t)``.
 
     Args:
         x: ``[B, T, nheads, headdim]``, T this rank's local length.
@@ -94,11 +94,13 @@ def mamba_chunk_scan_combined(
         A: ``[nheads]``, negative.
         B, C: ``[B, T, ngroups, dstate]``, nheads a multiple of ngroups.
         chunk_size: a power of two >= 16. No length need divide by it.
-        cp_context: from ``build_cp_context``. Packed plans need B = 1; a plan of one sequence takes any B.
+        cp_context: from ``build_cp_context``. Packed plans need B = 1; a plan of one sequence takes
+            any B.
         D: ``[nheads]`` or ``[nheads, headdim]``.
         z: like x; the output is multiplied by ``silu(z)``.
         dt_bias: ``[nheads]``.
-        initial_states: ``[N, nheads, headdim, dstate]`` any float dtype, replicated, one row per sequence (dense: N = B).
+        initial_states: ``[N, nheads, headdim, dstate]`` any float dtype, replicated, one row per
+            sequence (dense: N = B).
         dt_softplus: apply softplus to ``dt + dt_bias``.
         dt_limit: clamp of the result.
         return_final_states: return the states after each sequence's last token.
@@ -106,11 +108,13 @@ def mamba_chunk_scan_combined(
         upstream: mamba's other arguments; refused by name.
 
     Returns:
-        y ``[B, T, nheads, headdim]`` in x's dtype; with ``return_final_states`` also ``[N, nheads, headdim, dstate]`` fp32
-        (fp64 for fp64 inputs) on the rank that owns each sequence's last token, zeros elsewhere.
+        y ``[B, T, nheads, headdim]`` in x's dtype; with ``return_final_states`` also ``[N, nheads,
+        headdim, dstate]`` fp32 (fp64 for fp64 inputs) on the rank that owns each sequence's last
+        token, zeros elsewhere.
 
     Raises:
-        OpInputError (a ValueError): shapes, dtypes or options do not fit together or do not fit the plan.
+        OpInputError (a ValueError): shapes, dtypes or options do not fit together or do not fit the
+            plan.
         UnsupportedOptionError: an argument or mode that is not served.
         PeerFailedError, TransportTimeoutError: another rank failed or did not come.
 
@@ -134,7 +138,7 @@ def mamba_chunk_scan_combined(
                 engine=engine,
             ),
         )
-        y, final_states = BoundaryFunction.apply(call, initial_states, *inputs.tensors().values())
+        y, final_states = apply(call, initial_states, *inputs.tensors().values())
     return (y, final_states) if return_final_states else y
 
 
@@ -157,7 +161,8 @@ def ssd_forward(
     """Forward of ``mamba_chunk_scan_combined`` without autograd. Arguments as there.
 
     Returns:
-        SSDForward: hand ``saved`` to ``ssd_backward``. Tensors in it alias inputs; do not write to those before.
+        SSDForward: hand ``saved`` to ``ssd_backward``. Tensors in it alias inputs; do not write to
+            those before.
 
     Raises, Collective, Stream: as ``mamba_chunk_scan_combined``.
     """
@@ -180,7 +185,8 @@ def ssd_backward(saved: SavedCall, dy: Tensor, d_final_states: Tensor | None = N
     Args:
         saved: from ``ssd_forward``.
         dy: gradient of y, ``[B, T, nheads, headdim]``.
-        d_final_states: gradient of the final states; rows of sequences that this rank does not own are ignored.
+        d_final_states: gradient of the final states; rows of sequences that this rank does not own
+            are ignored.
 
     Returns:
         SSDGrads: the gradient of every input that was given.
@@ -198,7 +204,7 @@ def ssd_backward(saved: SavedCall, dy: Tensor, d_final_states: Tensor | None = N
         check_shape("d_final_states", d_final_states, call.state_shape, "the final states' shape")
     with torch.no_grad():
         grads, d_initial = run_backward(call, saved.saved, dy, d_final_states)
-    return SSDGrads(*(grads.get(name) for name in call.names), d_initial)
+    return SSDGrads(*(grads.get(name) for name in call.names), dinitial_states=d_initial)
 
 
 @dataclass(frozen=True)
@@ -282,11 +288,8 @@ def _prepare(
     check_same_dtype({"x": given.x, "B": given.B, "C": given.C})
     options = SSDOptions(chunk_size, bool(dt_softplus), low, high)
 
-    def build(tensors: Sequence[Tensor | None], seed: Tensor | None) -> SSDInputs:
+    def build(tensors: Sequence[Any], seed: Tensor | None) -> SSDInputs:
         x, dt, a, b, c, d, z, dt_bias = tensors
-        assert (
-            x is not None and dt is not None and a is not None and b is not None and c is not None
-        )
         return SSDInputs(x, dt, a, b, c, d, z, dt_bias, seed, options)
 
     return make_call(

@@ -51,7 +51,8 @@ def mamba_split_conv1d_scan_combined(
     """Mamba2's mixer core between its two projections, sharded as ``cp_context`` says.
 
     Args:
-        zxbcdt: ``[B, T, 2 nheads headdim + 2 ngroups dstate + nheads]`` in the order z, x, B, C, dt.
+        zxbcdt: ``[B, T, 2 nheads headdim + 2 ngroups dstate + nheads]`` in the order z, x, B, C,
+            dt.
         conv1d_weight: ``[nheads headdim + 2 ngroups dstate, W]``, over x, B, C.
         conv1d_bias: ``[nheads headdim + 2 ngroups dstate]`` or None.
         dt_bias, A: ``[nheads]``.
@@ -59,25 +60,28 @@ def mamba_split_conv1d_scan_combined(
         chunk_size: a power of two >= 16.
         cp_context: from ``build_cp_context``.
         headdim, ngroups: of the mixer.
-        load_balancing: ``none`` (the plan must be contiguous) or ``virtual`` (any plan, in place); default
-            ``CULA_CP_MAMBA_LOAD_BALANCING``.
+        load_balancing: ``none`` (the plan must be contiguous) or ``virtual`` (any plan, in place);
+            default ``CULA_CP_MAMBA_LOAD_BALANCING``.
         activation: of the convolution, ``"silu"``, ``"swish"`` or None.
-        initial_states: ``[N, nheads, headdim, dstate]``, replicated. The convolution starts from zeros.
+        initial_states: ``[N, nheads, headdim, dstate]``, replicated. The convolution starts from
+            zeros.
         return_final_states: also return ``[N, nheads, headdim, dstate]``.
         dt_limit: clamp of ``softplus(dt + dt_bias)``.
         engine: beats ``CULA_CP_ENGINE``.
         upstream: mamba's other arguments; refused by name.
 
     Returns:
-        y ``[B, T, nheads headdim]``, gated by ``silu(z)``; with ``return_final_states`` also the final states, on the rank that
-        owns each sequence's last token in the caller's plan, zeros elsewhere.
+        y ``[B, T, nheads headdim]``, gated by ``silu(z)``; with ``return_final_states`` also the
+        final states, on the rank that owns each sequence's last token in the caller's plan, zeros
+        elsewhere.
 
     Raises:
-        OpInputError (a ValueError), UnsupportedOptionError, PeerFailedError, TransportTimeoutError: as
-        ``mamba_chunk_scan_combined``; also mode ``none`` with a plan that is not contiguous.
+        OpInputError (a ValueError), UnsupportedOptionError, PeerFailedError, TransportTimeoutError:
+        as ``mamba_chunk_scan_combined``; also mode ``none`` with a plan that is not contiguous.
 
     Collective: yes, forward and backward.
-    Source: argument names as ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
+    Source: argument names as
+        ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
     """
     transport = check_context(cp_context).transport
     with op_step(transport):

@@ -28,7 +28,7 @@ def make_call(
     context: CPContext,
     tensors: Mapping[str, Tensor | None],
     initial_state: Tensor | None,
-    build: Callable[[Sequence[Tensor | None], Tensor | None], Any],
+    build: Callable[[Sequence[Any], Tensor | None], Any],
     options: KDAOptions | SSDOptions,
     *,
     sizes: tuple[int, int, int, int, int],

@@ -83,7 +83,8 @@ def agree(transport: BoundaryTransport, title: str, prepare: Callable[[], tuple[
         prepare: returns a result and a text that must be the same on every rank, or raises.
 
     Raises:
-        CPTransportError: ``prepare``'s own error; under the check the same error on every rank, naming the rank.
+        CPTransportError: ``prepare``'s own error; under the check the same error on every rank,
+            naming the rank.
         OpInputError: the texts differ.
 
     Collective: only under the check.
@@ -117,8 +118,9 @@ def agree(transport: BoundaryTransport, title: str, prepare: Callable[[], tuple[
 
 def _same_class(name: str) -> type[Exception]:
     found = getattr(errors, name, None)
-    plain = isinstance(found, type) and issubclass(found, CPTransportError)
-    return found if plain else OpInputError
+    if isinstance(found, type) and issubclass(found, CPTransportError):
+        return found
+    return OpInputError
 
 
 def _difference(mine: list[str], other: list[str]) -> str:

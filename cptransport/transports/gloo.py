@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """``gloo``: ranks as processes, point-to-point messages of gloo; the embedded default on CPU.
 
-The transport owns a gloo context beside the user's group, with its own deadline, so neither can harm the other. Messages
-are bytes, so every dtype travels. CUDA tensors are staged through host memory and the verbs then block the host.
+The transport owns a gloo context beside the user's group, with its own deadline, so neither can
+harm the other. Messages are bytes, so every dtype travels. CUDA tensors are staged through host
+memory and the verbs then block the host.
 
-Order: gloo delivers a message once its receive is posted. With routes, receives are posted at ``stage`` and sends at
-``publish``; without, a receive is posted when it is asked for, so a message that nobody takes shows as a send that does
-not end. Waits inside gloo cannot be cut short from outside, so they run on a thread of the transport while the caller
-watches the clock and its peers; when the transport breaks, ``_interrupt`` lets one tiny wait of its own expire, which
-makes gloo give up the whole context and wakes that thread.
+Order: gloo delivers a message once its receive is posted. With routes, receives are posted at
+``stage`` and sends at ``publish``; without, a receive is posted when it is asked for, so a message
+that nobody takes shows as a send that does not end. Waits inside gloo cannot be cut short from
+outside, so they run on a thread of the transport while the caller watches the clock and its peers;
+when the transport breaks, ``_interrupt`` lets one tiny wait of its own expire, which makes gloo
+give up the whole context and wakes that thread.
 """
 
 from __future__ import annotations
@@ -115,11 +117,9 @@ class GlooTransport(TransportBase):
         self._limit = timedelta(seconds=2 * timeout_s)  # gloo's own; ours expires first
         self._interrupted = False
         this = weakref.ref(self)
-        self._at_exit = lambda: (t := this()) is not None and t._interrupt_if_waiting()
+        self._at_exit = partial(_interrupt_at_exit, this)
         self._waiting = False
         atexit.register(self._at_exit)
-
-    # --------------------------------------------------------------------------------------------------- hooks
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         name, number = current.slot.name, current.number
@@ -186,7 +186,9 @@ class GlooTransport(TransportBase):
         options = BarrierOptions()
         options.timeout = self._limit
         call = lambda: self._pg.barrier(options).wait(self._limit)  # noqa: E731
-        self._run(call, "barrier", None, lambda: [r for r in range(self.world_size) if r != self.rank])
+        self._run(
+            call, "barrier", None, lambda: [r for r in range(self.world_size) if r != self.rank]
+        )
 
     def _interrupt(self) -> None:
         if self._interrupted or self.world_size == 1:
@@ -198,10 +200,6 @@ class GlooTransport(TransportBase):
             self._pg.recv([scratch], peer, 0).wait(timedelta(milliseconds=1))
         except RuntimeError:
             pass  # meant to expire
-
-    def _interrupt_if_waiting(self) -> None:
-        if self._waiting:
-            self._interrupt()
 
     def _close(self, broken: bool) -> None:
         atexit.unregister(self._at_exit)
@@ -219,19 +217,17 @@ class GlooTransport(TransportBase):
             self._memory.clear()
             self._pg = None
 
-    # ------------------------------------------------------------------------------------------------ internals
-
     def _tag(self, current: Generation, part: PartSpec) -> int:
         slot = self._slots[current.slot.name]
         index = current.slot.parts.index(part)
-        return 1 + (slot * _TAG_PARTS + index) * _TAG_GENERATIONS + current.number % _TAG_GENERATIONS
+        return (
+            1 + (slot * _TAG_PARTS + index) * _TAG_GENERATIONS + current.number % _TAG_GENERATIONS
+        )
 
     def _post_receive(
         self, current: Generation, traffic: _Traffic, part: PartSpec, source: int
     ) -> None:
-        message = torch.empty(
-            max(1, part.moved_bytes(source, self.rank)), dtype=torch.uint8
-        )
+        message = torch.empty(max(1, part.moved_bytes(source, self.rank)), dtype=torch.uint8)
         tag = self._tag(current, part)
         work = self._post(partial(self._pg.recv, [message], source, tag), source)
         traffic.receives[part.name, source] = _Message(
@@ -286,6 +282,13 @@ class GlooTransport(TransportBase):
         return memory[: part.nbytes].view(part.dtype).view(part.shape)
 
 
+def _interrupt_at_exit(reference: weakref.ref[GlooTransport]) -> None:
+    """An interpreter that exits under a wait must not leave a thread inside gloo."""
+    transport = reference()
+    if transport is not None and transport._waiting:
+        transport._interrupt()
+
+
 def select(payload: Tensor, rows: Sequence[int] | None) -> Tensor:
     """Pick rows of the first axis, without a copy where they are one run."""
     if rows is None:
@@ -316,9 +319,7 @@ def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTr
     control = ControlPlane(group_store(group, "control"), rank, world_size, timeout_s)
     store = group_store(group, "gloo")
     try:
-        process_group = dist.ProcessGroupGloo(
-            store, rank, world_size, timedelta(seconds=timeout_s)
-        )
+        process_group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise BackendUnavailableError(f"gloo could not connect the group: {error}") from error
     return GlooTransport(process_group, control, torch.device(device), timeout_s)

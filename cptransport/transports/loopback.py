@@ -18,7 +18,11 @@ from cptransport.transport import TRANSPORT_API_VERSION, Capabilities, PartSpec
 __all__ = ["BACKEND", "LoopbackTransport"]
 
 _CAPABILITIES = Capabilities(
-    device_types=("cpu", "cuda"), cuda_graph=True, shared_device=True, cross_host=True, in_place=True
+    device_types=("cpu", "cuda"),
+    cuda_graph=True,
+    shared_device=True,
+    cross_host=True,
+    in_place=True,
 )
 
 

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """``threads``: N ranks as threads of one process, and the executable specification of the protocol.
 
-It is the strictest machine that the contract allows, so that whatever runs here runs on every backend:
+It is the strictest machine that the contract allows, so that whatever runs here runs on every
+backend:
 
-* a publication is a snapshot; a staged tensor that is written after ``publish`` is an error at the next ``stage``;
-* what a rank's ``stage`` releases (its staged and its fetched tensors of the generation before) is overwritten with NaN;
-* staged and received tensors start as NaN, so rows that were not written, or that no route moved, show;
+* a publication is a snapshot; a staged tensor that is written after ``publish`` is an error at the
+    next ``stage``;
+* what a rank's ``stage`` releases (its staged and its fetched tensors of the generation before) is
+    overwritten with NaN;
+* staged and received tensors start as NaN, so rows that were not written, or that no route moved,
+    show;
 * all ranks must stage equal slots; a rank that stages another one learns it at once;
-* ``stage`` of g waits until every destination of g-2 has released it, as a one-sided transport must.
+* ``stage`` of g waits until every destination of g-2 has released it, as a one-sided transport
+    must.
 
 Picture, one slot, rank 0 -> rank 1::
 
@@ -21,6 +26,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +36,7 @@ from torch import Tensor
 from cptransport import env
 from cptransport.backend import BackendSpec
 from cptransport.base import Generation, TransportBase
-from cptransport.control import ControlPlane
+from cptransport.control import ControlPlane, fresh
 from cptransport.errors import PeerFailedError, PlanError, TransportError
 from cptransport.transport import TRANSPORT_API_VERSION, Capabilities, PartSpec, Slot
 
@@ -47,7 +53,9 @@ class _Publication:
     to: tuple[int, ...]
     parts: dict[str, Tensor]
     ready: torch.cuda.Event | None
-    taken: set[tuple[str, int]] = field(default_factory=set)  # (part, destination), parts without routes
+    taken: set[tuple[str, int]] = field(
+        default_factory=set
+    )  # (part, destination), parts without routes
 
 
 class Hub:
@@ -56,7 +64,9 @@ class Hub:
     def __init__(self, world_size: int) -> None:
         self.changed = threading.Condition()
         self.store = dist.HashStore()
-        self.publications: dict[tuple[str, int, int], _Publication] = {}  # (slot, source, generation)
+        self.publications: dict[
+            tuple[str, int, int], _Publication
+        ] = {}  # (slot, source, generation)
         self.slots: dict[tuple[str, int], Slot] = {}  # (slot, generation) -> as first staged
         self.stages: dict[tuple[str, int], int] = {}  # (slot, rank) -> generation
         self.arrivals = [0] * world_size  # barriers entered
@@ -65,7 +75,9 @@ class Hub:
 class ThreadTransport(TransportBase):
     """One rank's end of a ``Hub``."""
 
-    def __init__(self, hub: Hub, rank: int, world_size: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, hub: Hub, rank: int, world_size: int, device: torch.device, timeout_s: float
+    ) -> None:
         super().__init__(
             "threads",
             device=device,
@@ -115,7 +127,11 @@ class ThreadTransport(TransportBase):
         def holders() -> list[int]:
             held = []
             for rank in range(self.world_size):
-                parts = [p for p in publication.slot.parts if self._moves(p, self.rank, rank, publication.to)]
+                parts = [
+                    p
+                    for p in publication.slot.parts
+                    if self._moves(p, self.rank, rank, publication.to)
+                ]
                 untaken = any(
                     p.routes is None and (p.name, rank) not in publication.taken for p in parts
                 )
@@ -146,25 +162,23 @@ class ThreadTransport(TransportBase):
         received = {}
         for part, source in wanted:
             key = (current.slot.name, source, current.number)
-            publications = self._hub.publications
-
-            def arrived(part: PartSpec = part, key: tuple[str, int, int] = key) -> bool:
-                found = publications.get(key)
-                return found is not None and (part.routes is not None or self.rank in found.to)
-
             self._wait(
-                self._holds(arrived),
+                self._holds(partial(self._arrived_here, part, key)),
                 f"part {part.name!r} did not come",
                 current=current,
-                missing=lambda source=source: [source],  # type: ignore[misc]
+                missing=partial(list, [source]),
             )
-            publication = publications[key]
+            publication = self._hub.publications[key]
             received[part.name, source] = self._copy(part, source, publication)
             if part.routes is None:
                 with self._hub.changed:
                     publication.taken.add((part.name, self.rank))
                     self._hub.changed.notify_all()
         return received
+
+    def _arrived_here(self, part: PartSpec, key: tuple[str, int, int]) -> bool:
+        found = self._hub.publications.get(key)
+        return found is not None and (part.routes is not None or self.rank in found.to)
 
     def _copy(self, part: PartSpec, source: int, publication: _Publication) -> Tensor:
         """Copy what the routes move; the rest of the received tensor stays poisoned."""
@@ -220,7 +234,9 @@ class ThreadTransport(TransportBase):
 def poison(tensor: Tensor) -> Tensor:
     """Fill with NaN, or with bytes 0xA5 where the dtype has none; return the tensor."""
     with torch.no_grad():
-        if tensor.dtype.is_complex or (tensor.dtype.is_floating_point and tensor.element_size() > 1):
+        if tensor.dtype.is_complex or (
+            tensor.dtype.is_floating_point and tensor.element_size() > 1
+        ):
             return tensor.fill_(float("nan"))
         if tensor.dtype == torch.bool:
             return tensor.fill_(True)
@@ -238,9 +254,6 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return torch.equal(flat(a), flat(b))
 
 
-# ------------------------------------------------------------------------------------------------ running ranks
-
-
 class World:
     """The ranks of one ``run``; transports of the same ordinal on every rank share a hub."""
 
@@ -248,27 +261,29 @@ class World:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._device = device
-        self._hubs: list[Hub] = []
+        self.store = dist.HashStore()
+        self._hubs: dict[str, Hub] = {}
         self._lock = threading.Lock()
 
     def device(self, rank: int) -> torch.device:
         """The device of a rank."""
-        return torch.device(self._device, rank) if self._device == "cuda" else torch.device(self._device)
-
-    def transport(self, rank: int, ordinal: int, timeout_s: float) -> ThreadTransport:
-        """The ordinal-th transport of a rank."""
-        with self._lock:
-            while len(self._hubs) <= ordinal:
-                self._hubs.append(Hub(self.world_size))
-        return ThreadTransport(
-            self._hubs[ordinal], rank, self.world_size, self.device(rank), timeout_s
+        return (
+            torch.device(self._device, rank)
+            if self._device == "cuda"
+            else torch.device(self._device)
         )
+
+    def transport(self, rank: int, key: str, timeout_s: float) -> ThreadTransport:
+        """A rank's end of the transport of that key."""
+        with self._lock:
+            hub = self._hubs.setdefault(key, Hub(self.world_size))
+        return ThreadTransport(hub, rank, self.world_size, self.device(rank), timeout_s)
 
 
 class _Member(threading.local):
     world: World | None = None
     rank: int = -1
-    transports: int = 0
+    counters: dict[tuple[str, str], int] = {}
 
 
 _member = _Member()
@@ -283,18 +298,25 @@ def create_here(timeout_s: float) -> ThreadTransport:
     """Make this rank's next transport of its world; the other ranks must make theirs in the same order."""
     world = _member.world
     assert world is not None
-    _member.transports += 1
-    return world.transport(_member.rank, _member.transports - 1, timeout_s)
+    key = fresh("", "threads", _member.counters)
+    return world.transport(_member.rank, key, timeout_s)
+
+
+def selection_store() -> tuple[Any, int]:
+    """Return a store of this thread's world, fresh for every call in the ranks' order, and this rank."""
+    world = _member.world
+    assert world is not None
+    return dist.PrefixStore(fresh("", "select", _member.counters), world.store), _member.rank
 
 
 @contextmanager
 def _membership(world: World, rank: int) -> Iterator[None]:
-    before = (_member.world, _member.rank, _member.transports)
-    _member.world, _member.rank, _member.transports = world, rank, 0
+    before = (_member.world, _member.rank, _member.counters)
+    _member.world, _member.rank, _member.counters = world, rank, {}
     try:
         yield
     finally:
-        _member.world, _member.rank, _member.transports = before
+        _member.world, _member.rank, _member.counters = before
 
 
 def run(
@@ -307,7 +329,8 @@ def run(
     """Run ``fn(transport)`` on N ranks in this process and return their results in rank order.
 
     Args:
-        fn: called once per rank, each in a thread of its own, all with the same arguments but for the transport.
+        fn: called once per rank, each in a thread of its own, all with the same arguments but for
+            the transport.
         world_size: N >= 1.
         timeout_s: limit of every wait; None: ``CULA_CP_TIMEOUT_S``.
         device: ``"cpu"``, or ``"cuda"`` with one device per rank.
@@ -316,8 +339,8 @@ def run(
         What ``fn`` returned, by rank.
 
     Raises:
-        Exception: the first error of a rank that was not merely told of a peer's failure; its peers got
-            ``PeerFailedError`` with its text. The traceback names the rank.
+        Exception: the first error of a rank that was not merely told of a peer's failure; its peers
+            got ``PeerFailedError`` with its text. The traceback names the rank.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise PlanError(f"world_size must be a positive integer, got {world_size!r}")
@@ -341,7 +364,9 @@ def run(
                 with transport:
                     results[rank] = fn(transport)
             except BaseException as error:
-                error.add_note(f"raised on rank {rank} of {world_size}") if hasattr(error, "add_note") else None
+                error.add_note(f"raised on rank {rank} of {world_size}") if hasattr(
+                    error, "add_note"
+                ) else None
                 errors.append((rank, error))
 
     ranks = [
@@ -359,7 +384,11 @@ def run(
 
 
 def _probe(group: Any, device: Any) -> str | None:
-    return None if current_world() is not None else "threads serves ranks inside cptransport.threads.run only"
+    return (
+        None
+        if current_world() is not None
+        else "threads serves ranks inside cptransport.threads.run only"
+    )
 
 
 def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> ThreadTransport:
