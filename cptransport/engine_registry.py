@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which engines exist, by op and name: this repository's, and those that plugins register.
+
+The name of a plugin's entry point is free, the engine itself says which op and name it serves. So
+the engines of this repository are found without importing any plugin, and all plugins are imported
+once any other name is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
+
+from cptransport import env
+from cptransport.errors import (
+    BackendConflictError,
+    BackendContractError,
+    BackendError,
+    BackendLoadError,
+    BackendNotFoundError,
+    BackendUnavailableError,
+)
+from cptransport.plugins import CORE, Origin, import_attribute, registered
+
+if TYPE_CHECKING:
+    from cptransport.engines import Engine
+
+__all__ = ["ENGINES_GROUP", "engine_names", "load_engine"]
+
+ENGINES_GROUP = "cptransport.engines"
+
+_OWN = {
+    ("kda", "torch"): "cptransport.engines.torch:KDA_ENGINE",
+    ("ssd", "torch"): "cptransport.engines.torch:SSD_ENGINE",
+    ("kda", "triton"): "cptransport.engines.triton:KDA_ENGINE",
+}
+#: Names that are known on every machine, and how to get what serves them.
+_INSTALL = {
+    "torch": f"pip install {CORE}",
+    "triton": "pip install triton",
+    "cudnn": "pip install 'cptransport-cudnn-summary[cu13]'",
+}
+_METHODS = (
+    "eligible",
+    "slot_parts",
+    "forward_local",
+    "forward_finish",
+    "backward_local",
+    "backward_finish",
+)
+
+
+@dataclass
+class _Plugins:
+    """What the entry points brought: engines with all who claim them, and what failed to load."""
+
+    claims: dict[tuple[str, str], list[tuple[Origin, Engine]]] = field(default_factory=dict)
+    broken: list[tuple[Origin, BackendError]] = field(default_factory=list)
+
+
+def engine_names(op: str) -> tuple[str, ...]:
+    """Return the names of the engines for an op: this repository's first, then plugins'.
+
+    Imports every plugin; those that do not load are left out.
+    """
+    own = [
+        name
+        for (each, name), value in _OWN.items()
+        if each == op and find_spec(value.partition(":")[0])
+    ]
+    return tuple(dict.fromkeys([*own, *(name for each, name in _plugins().claims if each == op)]))
+
+
+def load_engine(op: str, name: str) -> Engine:
+    """Return the engine of that name for an op.
+
+    Args:
+        op: ``"kda"`` or ``"ssd"``.
+        name: as in ``CULA_CP_ENGINE``, but not ``auto``.
+
+    Raises:
+        BackendNotFoundError: no engine has that name for any op; the message lists the names and
+            the closest one.
+        BackendUnavailableError: the name is known, but what serves it is not installed, or does not
+            serve this op.
+        BackendConflictError: several distributions claim it; the message names them.
+        BackendLoadError, BackendContractError: its plugin is broken; ``__cause__`` is the original
+            error.
+    """
+    own = _OWN.get((op, name))
+    if own is not None:
+        return _load_own(Origin(name, own, CORE, _INSTALL[name]), op)
+    plugins = _plugins()
+    claims = plugins.claims.get((op, name), [])
+    if len(claims) > 1:
+        owners = " and by ".join(origin.distribution for origin, _ in claims)
+        raise BackendConflictError(
+            f"the engine {name!r} for {op} is claimed by {owners}; uninstall all but one"
+        )
+    if claims:
+        return claims[0][1]
+    for origin, error in plugins.broken:
+        if name in origin.name:  # entry points are named freely; this one is most likely meant
+            raise type(error)(str(error)) from error.__cause__
+    served = sorted({each for each, other in (*_OWN, *plugins.claims) if other == name})
+    if served:
+        raise BackendUnavailableError(f"engine {name!r} serves {' and '.join(served)}, not {op}")
+    if name in _INSTALL:
+        raise BackendUnavailableError(f"engine {name!r} is not installed: {_INSTALL[name]}")
+    names = ("auto", *engine_names(op), *(known for known in _INSTALL if (op, known) not in _OWN))
+    broken = "".join(f"; {origin} is broken" for origin, _ in plugins.broken)
+    raise BackendNotFoundError(
+        f"no engine is named {name!r}{env.suggestion(name.lower(), names)}; "
+        f"known for {op} are {', '.join(names)}{broken}"
+    )
+
+
+def _load_own(origin: Origin, op: str) -> Engine:
+    try:
+        return _checked(origin, op)
+    except BackendLoadError as error:
+        # Engines of this repository say by what they import what they need.
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise BackendUnavailableError(
+                f"engine {origin.name!r} needs {error.__cause__.name}: {origin.install}"
+            ) from error.__cause__
+        raise
+
+
+def _plugins() -> _Plugins:
+    return _load_plugins(tuple(sys.path))
+
+
+@lru_cache(maxsize=4)
+def _load_plugins(path: tuple[str, ...]) -> _Plugins:
+    """Import every engine that distributions on the path register, once."""
+    found = _Plugins()
+    for origin in registered(ENGINES_GROUP):
+        try:
+            engine = _checked(origin)
+        except BackendError as error:
+            found.broken.append((origin, error))
+            continue
+        claims = found.claims.setdefault((engine.op, engine.name), [])
+        if not claims and (own := _OWN.get((engine.op, engine.name))) is not None:
+            claims.append((Origin(engine.name, own, CORE), engine))
+        claims.append((origin, engine))
+    return found
+
+
+def _checked(origin: Origin, op: str | None = None) -> Engine:
+    """Import an engine and check what it has."""
+    engine = import_attribute(origin)
+    lacking = [
+        *(name for name in ("op", "name") if not isinstance(getattr(engine, name, None), str)),
+        *(name for name in _METHODS if not callable(getattr(engine, name, None))),
+    ]
+    if lacking:
+        raise BackendContractError(f"engine {origin} lacks {', '.join(lacking)}")
+    if op is not None and (engine.op, engine.name) != (op, origin.name):
+        raise BackendContractError(f"engine {origin} calls itself {engine.name!r} for {engine.op}")
+    return cast("Engine", engine)
