@@ -20,7 +20,7 @@ CORE = ROOT / "cptransport"
 #: the protocol and who implements it, lowest first: each imports only what stands before it
 PROTOCOL = ("errors", "env", "transport", "control", "base", "backend", "registry")
 #: what stands on the protocol, lowest first; nobody imports upwards, the rest imports none of it
-LEVELS = ("exchange", "ops", "integrations", "testing", "bench", "cli")
+LEVELS = ("exchange", "ops", "integrations", "testing", "bench", "demo", "cli")
 #: plans and summaries know tensors and declarations; no process group and nobody who does
 PURE = ("composition", "describe", "halo", "layouts", "plan", "summary", "volume")
 IMPURE = {"base", "backend", "context", "control", "registry", "select", "transports", *LEVELS}
