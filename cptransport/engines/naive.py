@@ -164,6 +164,8 @@ def naive_ssd(
     if dt_softplus:
         dt = functional.softplus(dt)
     d = dt.clamp(*dt_limit)
+    # -inf, that forgets at every step but one of 0, has no product with 0.
+    A = A.clamp(min=torch.finfo(A.dtype).min)
     B = B.repeat_interleave(x.shape[2] // B.shape[2], dim=2)
     C = C.repeat_interleave(x.shape[2] // C.shape[2], dim=2)
 
@@ -239,6 +241,7 @@ def naive_mamba_split(
     activation: str | None = "silu",
     initial_states: Tensor | None = None,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
+    stored_as: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the core of a Mamba2 mixer: split, convolution, recurrence, gate.
 
@@ -256,6 +259,8 @@ def naive_mamba_split(
         activation: of the convolution.
         initial_states: ``[N, nheads, headdim, dstate]``.
         dt_limit: bounds of the step.
+        stored_as: round the convolution's output to this dtype, as an op that stores it there does;
+            its gradient passes unchanged.
 
     Returns:
         y ``[B, T, nheads * headdim]``, gated by silu(z), and the final states.
@@ -272,6 +277,8 @@ def naive_mamba_split(
         padded_cu_seqlens=padded_cu_seqlens,
         activation=activation,
     )
+    if stored_as is not None:
+        xBC = xBC + (xBC.to(stored_as).to(xBC.dtype) - xBC).detach()
     x, B, C = torch.split(xBC, [inner, shared, shared], -1)
     y, final = naive_ssd(
         _by_head(x, nheads),
