@@ -70,7 +70,16 @@ class Ranks:
 
     def exchange(self, text: str, what: str) -> list[str]:
         """Give every rank every rank's text, in rank order; see ``ControlPlane.exchange``."""
-        return [text] if self.control is None else self.control.exchange(text, what)
+        if self.control is None:
+            return [text]
+        self.control.begin_step()
+        try:
+            return self.control.exchange(text, what)
+        except TransportTimeoutError as error:
+            # Ranks of this round wait out their own deadline; one that comes late learns it in the next.
+            self.control.begin_step()
+            self.control.report(error, fatal=True)
+            raise
 
 
 def group_world_size(group: Any = None) -> int:

@@ -125,23 +125,10 @@ class Trial:
             return f"needs a {' or '.join(claims.device_types)} device, not {self._device}"
         if self._device.type == "cuda" and not torch.cuda.is_available():
             return "torch sees no CUDA device"
-        if not claims.shared_device and (sharing := self._sharing_a_device()):
-            return (
-                f"several ranks share a CUDA device ({sharing}), which {name} does not support; "
-                "gloo and cupy_ipc do"
-            )
         hosts = {request.host for request in self._requests}
         if not claims.cross_host and len(hosts) > 1:
             return f"the ranks are on {len(hosts)} hosts, {name} serves one"
         return ""
-
-    def _sharing_a_device(self) -> str:
-        holders: dict[str, list[int]] = {}
-        for rank, request in enumerate(self._requests):
-            if request.device_id:
-                holders.setdefault(request.device_id, []).append(rank)
-        shared = [ranks for ranks in holders.values() if len(ranks) > 1]
-        return "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in shared)
 
     def _ask(self, loaded: registry.LoadedBackend) -> str:
         """Call ``probe``; see ``BackendSpec``."""

@@ -24,6 +24,8 @@ def fault_of(spec: Any) -> str | None:
     for name in ("name", "summary", "install"):
         if not isinstance(getattr(spec, name), str):
             return f"{name} must be text, got {getattr(spec, name)!r}"
+    if not isinstance(spec.preferred_engine, str | None):
+        return f"preferred_engine must be text or None, got {spec.preferred_engine!r}"
     return (
         _fault_of_capabilities(spec.capabilities)
         or _fault_of_variables(spec.variables)

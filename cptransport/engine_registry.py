@@ -28,7 +28,7 @@ from cptransport.plugins import CORE, Origin, import_attribute, registered
 if TYPE_CHECKING:
     from cptransport.engines import Engine
 
-__all__ = ["ENGINES_GROUP", "engine_names", "load_engine"]
+__all__ = ["ENGINES_GROUP", "broken_engines", "engine_names", "load_engine"]
 
 ENGINES_GROUP = "cptransport.engines"
 
@@ -72,6 +72,11 @@ def engine_names(op: str) -> tuple[str, ...]:
         if each == op and find_spec(value.partition(":")[0])
     ]
     return tuple(dict.fromkeys([*own, *(name for each, name in _plugins().claims if each == op)]))
+
+
+def broken_engines() -> tuple[str, ...]:
+    """Return what is wrong with each plugin that does not load."""
+    return tuple(str(error) for _, error in _plugins().broken)
 
 
 def load_engine(op: str, name: str) -> Engine:

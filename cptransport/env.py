@@ -34,6 +34,7 @@ __all__ = [
     "suggestion",
     "text",
     "timeout_s",
+    "unknown_names",
 ]
 
 PREFIX = "CULA_CP_"
@@ -155,10 +156,18 @@ def check_names(*, strict: bool, declared: Sequence[str] = ()) -> None:
     Raises:
         EnvVarError: strict, and a name is unknown.
     """
+    messages = unknown_names(declared)
+    if strict and messages:
+        raise EnvVarError("; ".join(messages))
+    for message in messages:
+        warnings.warn(message, stacklevel=3)
+
+
+def unknown_names(declared: Sequence[str] = ()) -> list[str]:
+    """Return a message for every ``CULA_CP_*`` name in the environment that nobody declares."""
     known = {variable.name for variable in VARIABLES} | set(declared)
-    for name in sorted(os.environ):
-        if name.startswith(PREFIX) and name not in known:
-            message = f"unknown environment variable {name}" + suggestion(name, known)
-            if strict:
-                raise EnvVarError(message)
-            warnings.warn(message, stacklevel=3)
+    return [
+        f"unknown environment variable {name}" + suggestion(name, known)
+        for name in sorted(os.environ)
+        if name.startswith(PREFIX) and name not in known
+    ]

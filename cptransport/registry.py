@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from cptransport import env
 from cptransport.backend import BackendSpec
 from cptransport.descriptor import fault_of
-from cptransport.engine_registry import ENGINES_GROUP, engine_names, load_engine
+from cptransport.engine_registry import ENGINES_GROUP, broken_engines, engine_names, load_engine
 from cptransport.errors import (
     BackendConflictError,
     BackendContractError,
@@ -42,6 +42,7 @@ __all__ = [
     "LoadedBackend",
     "Origin",
     "backend_names",
+    "broken_engines",
     "check_values",
     "declared_variables",
     "engine_names",

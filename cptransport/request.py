@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import uuid
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ class Request:
         backend: what that stands for at this world size.
         strict, timeout_s: of this rank.
         device_type: of this rank's device.
-        device_id: tells the CUDA devices of all hosts apart; empty on CPU.
         host: tells hosts apart.
         versions: of what all ranks must have alike.
         nonce: rank 0's names what the ranks make together.
@@ -41,7 +39,6 @@ class Request:
     strict: bool
     timeout_s: float
     device_type: str
-    device_id: str
     host: str
     versions: str
     nonce: str
@@ -67,9 +64,7 @@ def make_request(
         BackendNotFoundError, BackendConflictError: of the name asked for.
         EnvVarError: strict, and the environment has an unknown ``CULA_CP_*`` name.
     """
-    ours = {variable.name for variable in env.VARIABLES}
-    if any(name.startswith(env.PREFIX) and name not in ours for name in os.environ):
-        # Only then, since it imports every backend's descriptor.
+    if env.unknown_names():  # only then, since it imports every backend's descriptor
         env.check_names(strict=strict, declared=registry.declared_variables())
     return Request(
         asked=asked,
@@ -77,7 +72,6 @@ def make_request(
         strict=strict,
         timeout_s=timeout_s,
         device_type=device.type,
-        device_id=_device_id(device),
         host=_host(),
         versions=f"cptransport {registry.installed_version(registry.CORE)}, "
         f"transport API {TRANSPORT_API_VERSION}",
@@ -127,12 +121,6 @@ def _has_cuda_backend(group: Any) -> bool:
         return False
     backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     return backends.get("cuda", "gloo") != "gloo"
-
-
-def _device_id(device: torch.device) -> str:
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _host() -> str:

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cptransport plan``: who owns which tokens, and what moves."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from cptransport.layouts import LAYOUTS
+from cptransport.plan import Plan, build_plan
+
+__all__ = ["add_parser", "draw", "run"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="who owns which tokens, and what moves",
+        description="Prints the plan of a packed stream: every rank's segments, every sequence's "
+        "chain of ranks, and how many summaries each rank receives in each composition.",
+    )
+    parser.add_argument(
+        "--cu-seqlens",
+        type=_offsets,
+        required=True,
+        metavar="0,5,13",
+        help="offsets of the sequences in the packed stream",
+    )
+    parser.add_argument(
+        "--world-size", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument(
+        "--layout",
+        default="contiguous",
+        metavar="NAME",
+        help=f"{', '.join(LAYOUTS)} (default contiguous)",
+    )
+    parser.add_argument(
+        "--boundaries",
+        type=_boundaries,
+        metavar="0,4,13",
+        help="where ranks start, for contiguous; for custom the pieces as RANK:START:STOP,...",
+    )
+    parser.add_argument(
+        "--padded-cu-seqlens",
+        type=_offsets,
+        metavar="0,8,16",
+        help="rows where the sequences start in the padded buffer",
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw it (needs 'cptransport[bench]')"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan, and draw it when asked to."""
+    plan = build_plan(
+        args.cu_seqlens,
+        world_size=args.world_size,
+        layout=args.layout,
+        boundaries=args.boundaries,
+        padded_cu_seqlens=args.padded_cu_seqlens,
+    )
+    print(plan.describe())
+    if args.plot is not None:
+        draw(plan, args.plot)
+        print(f"drawn in {args.plot}")
+    return 0
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw the stream, one lane per rank, coloured by sequence, with an arrow wherever state crosses ranks.
+
+    Args:
+        plan: what to draw.
+        path: the file; its ending says the format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError, ValueError: the file cannot be written in that place or format.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"--plot needs {error.name}: pip install 'cptransport[bench]'", name=error.name
+        ) from error
+
+    figure = Figure(figsize=(10, 1.2 + 0.5 * plan.world_size), layout="constrained")
+    axes = figure.subplots()
+    for run in plan.runs:  # the outline shows padding as an empty box
+        axes.broken_barh(
+            [(run.start, run.stop - run.start)],
+            (run.rank - 0.4, 0.8),
+            facecolors="none",
+            edgecolors="0.6",
+        )
+    for segment in plan.segments:
+        axes.broken_barh(
+            [(segment.start, segment.length)],
+            (segment.rank - 0.4, 0.8),
+            facecolors=f"C{segment.sequence % 10}",
+            edgecolors="black",
+        )
+        if segment.length:
+            middle = (segment.start + segment.stop) / 2
+            axes.text(middle, segment.rank, str(segment.sequence), ha="center", va="center")
+    for before, after in zip(plan.segments, plan.segments[1:], strict=False):
+        if before.sequence == after.sequence and before.rank != after.rank:
+            axes.annotate(
+                "",
+                xy=(after.start, after.rank),
+                xytext=(before.stop, before.rank),
+                arrowprops={"arrowstyle": "->", "color": "0.3"},
+            )
+    axes.set_xlim(0, max(plan.total_rows, 1))
+    axes.set_ylim(plan.world_size - 0.5, -0.5)
+    axes.set_yticks(range(plan.world_size), [f"rank {rank}" for rank in range(plan.world_size)])
+    axes.set_xlabel("row of the packed stream; the numbers are sequences, the arrows carry state")
+    axes.set_title(f"{plan.layout}, {plan.num_sequences} sequences on {plan.world_size} ranks")
+    figure.savefig(path, dpi=120)
+
+
+def _offsets(text: str) -> list[int]:
+    return [_integer(word) for word in text.split(",")]
+
+
+def _boundaries(text: str) -> list[int] | list[tuple[int, ...]]:
+    if ":" not in text:
+        return _offsets(text)
+    return [tuple(_integer(word) for word in piece.split(":")) for piece in text.split(",")]
+
+
+def _integer(word: str) -> int:
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{word!r} is not an integer") from None
