@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +16,9 @@ pytestmark = pytest.mark.gpu
 
 @contextmanager
 def no_synchronisation():
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
