@@ -6,7 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["TOLERANCES", "assert_close", "relative_error"]
+__all__ = [
+    "RMS_TOLERANCES",
+    "TOLERANCES",
+    "assert_close",
+    "relative_error",
+    "relative_rms",
+    "rms_tolerance",
+]
 
 #: Largest error over largest reference value, per tensor, by the dtype that was computed in.
 # Nothing loosens these.
@@ -15,6 +22,14 @@ TOLERANCES: dict[torch.dtype, float] = {
     torch.float32: 2e-5,
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
+}
+
+#: Largest relative RMS error of 16-bit streams against fp64, by what is compared.
+RMS_TOLERANCES: dict[str, float] = {
+    "output": 5e-3,
+    "gradient": 8e-3,
+    "dg": 2e-2,
+    "dbeta": 2e-2,
 }
 
 #: A reference whose largest value is below this shows nothing.
@@ -32,6 +47,29 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     finite = e[e.isfinite()]
     scale = finite.abs().max().item() if finite.numel() else 0.0
     return 0.0 if worst == 0 else worst / scale if scale else float("inf")
+
+
+def relative_rms(actual: Tensor, expected: Tensor) -> float:
+    """Return rms(actual - expected) / rms(expected), in fp64; NaN counts as inf.
+
+    What the dtype of ``actual`` cannot represent so close to zero is no error.
+    """
+    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    if a.numel() == 0:
+        return 0.0
+    grid = torch.finfo(actual.dtype)
+    nearest = grid.smallest_normal * grid.eps / 2
+    difference = ((a - e).abs() - nearest).clamp(min=0).square().mean().sqrt().item()
+    scale = e.square().mean().sqrt().item()
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and difference == difference else float("inf")
+
+
+def rms_tolerance(name: str) -> float:
+    """Return the limit of ``relative_rms`` for an output, or a gradient called ``d<input>``."""
+    kind = "gradient" if name.startswith("d") else "output"
+    return RMS_TOLERANCES.get(name, RMS_TOLERANCES[kind])
 
 
 def assert_close(
