@@ -127,6 +127,10 @@ class TransportBase:
     def _interrupt(self) -> None:
         """End waits that are still under way elsewhere; called once when the transport breaks."""
 
+    def _reported(self) -> BaseException | None:
+        """An error that a device wait or a watchdog has reported meanwhile; raised by the next verb."""
+        return None
+
     def stage(self, slot: Slot) -> Mapping[str, Tensor]:
         """See ``BoundaryTransport.stage``."""
         with self._guard():
@@ -239,8 +243,13 @@ class TransportBase:
         if self._closed:
             return
         self._closed = True
+        reported = self._reported() if self._broken is None else None
+        if reported is not None:
+            self._break(reported)
         self._close(self._broken is not None)
         self._generations.clear()
+        if reported is not None:
+            raise reported
 
     def __enter__(self) -> TransportBase:
         return self
@@ -311,6 +320,10 @@ class TransportBase:
             raise TransportClosedError(
                 f"transport {self.name!r} broke earlier and can only be closed: {self._broken}"
             ) from self._broken
+        reported = self._reported()
+        if reported is not None:
+            self._break(reported)
+            raise reported
         try:
             yield
         except (GenerationError, RouteError, CapabilityError):

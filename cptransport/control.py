@@ -81,9 +81,8 @@ def group_store(group: Any, purpose: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     group = group if group is not None else dist.group.WORLD
-    store = c10d._get_process_group_store(
-        group
-    ).clone()  # a client of its own: no wait of torch's blocks ours
+    # A client of its own: no wait of torch's on the same store blocks ours.
+    store = c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
     key = fresh(c10d._get_process_group_name(group), purpose)
     return c10d.PrefixStore(f"cptransport/{key}", store)
 
@@ -111,6 +110,7 @@ class ControlPlane:
         self._raised: dict[int, bool] = {}  # own records: step -> fatal
         self._unsettled: int | None = None
         self._agreements = 0
+        self._refreshing = threading.Lock()
 
     def begin_step(self) -> int:
         """Open the next step (an op's forward or backward) and return its number."""
@@ -191,13 +191,14 @@ class ControlPlane:
 
     def _refresh(self) -> None:
         try:
-            count = self._store.add("records", 0)
-            while self._read < count:
-                values = json.loads(self._store.get(f"record/{self._read + 1}"))
-                record = _Record(*values)
-                self._read += 1
-                if record.rank != self.rank:
-                    self._records[record.step, record.rank] = record
+            with self._refreshing:  # a backend's watchdog thread looks too
+                count = self._store.add("records", 0)
+                while self._read < count:
+                    values = json.loads(self._store.get(f"record/{self._read + 1}"))
+                    record = _Record(*values)
+                    self._read += 1
+                    if record.rank != self.rank:
+                        self._records[record.step, record.rank] = record
         except Exception as error:
             raise PeerFailedError(
                 f"the group's store is gone with the rank that hosted it: {error}"

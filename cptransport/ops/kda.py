@@ -221,7 +221,9 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
         check_shape("d_final_state", d_final_state, call.state_shape, "the final state's shape")
     with torch.no_grad():
         grads, d_initial = run_backward(call, saved.saved, do, d_final_state)
-    return KDAGrads(*(grads.get(name) for name in call.names), dinitial_state=d_initial)
+    return KDAGrads(
+        **{f"d{name}": grads.get(name) for name in call.names}, dinitial_state=d_initial
+    )
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,9 @@ def ssd_backward(saved: SavedCall, dy: Tensor, d_final_states: Tensor | None = N
         check_shape("d_final_states", d_final_states, call.state_shape, "the final states' shape")
     with torch.no_grad():
         grads, d_initial = run_backward(call, saved.saved, dy, d_final_states)
-    return SSDGrads(*(grads.get(name) for name in call.names), dinitial_states=d_initial)
+    return SSDGrads(
+        **{f"d{name}": grads.get(name) for name in call.names}, dinitial_states=d_initial
+    )
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The few NCCL calls that the transport makes, on a communicator of its own.
+
+``ctypes`` on the NCCL that torch has already loaded, so that there is one NCCL in the process. The
+communicator is
+non-blocking: a call that has to wait for a peer (connecting, above all) returns "in progress", and
+    the host waits with a
+deadline.
+
+Source: the NCCL 2.18+ API reference, "Communicator creation and management" and "Point to point".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+__all__ = ["Communicator", "NcclError", "unique_id"]
+
+_SUCCESS, _IN_PROGRESS = 0, 7
+_UINT8, _SUM = 1, 0
+_UNDEFINED = -(2**31)
+_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
+_ID_BYTES = 128
+
+
+class NcclError(RuntimeError):
+    """An NCCL call failed; the message has NCCL's own text."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_byte * _ID_BYTES)]
+
+
+class _Config(ctypes.Structure):
+    """``ncclConfig_t`` as of NCCL 2.18; newer libraries take it by its size and version."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    ]
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    nccl = ctypes.CDLL("libnccl.so.2")
+    pointer, size, integer = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    signatures: dict[str, list[Any]] = {
+        "ncclGetUniqueId": [ctypes.POINTER(_UniqueId)],
+        "ncclCommInitRankConfig": [
+            ctypes.POINTER(pointer),
+            integer,
+            _UniqueId,
+            integer,
+            ctypes.POINTER(_Config),
+        ],
+        "ncclCommGetAsyncError": [pointer, ctypes.POINTER(integer)],
+        "ncclCommFinalize": [pointer],
+        "ncclCommDestroy": [pointer],
+        "ncclCommAbort": [pointer],
+        "ncclGroupStart": [],
+        "ncclGroupEnd": [],
+        "ncclSend": [pointer, size, integer, integer, pointer, pointer],
+        "ncclRecv": [pointer, size, integer, integer, pointer, pointer],
+        "ncclAllGather": [pointer, pointer, size, integer, pointer, pointer],
+        "ncclAllReduce": [pointer, pointer, size, integer, integer, pointer, pointer],
+    }
+    for name, arguments in signatures.items():
+        function = getattr(nccl, name)
+        function.argtypes, function.restype = arguments, integer
+    nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [integer], ctypes.c_char_p
+    nccl.ncclGetLastError.argtypes, nccl.ncclGetLastError.restype = [pointer], ctypes.c_char_p
+    return nccl
+
+
+def unique_id() -> bytes:
+    """Return a fresh id that all ranks of a new communicator must be given."""
+    made = _UniqueId()
+    _check(_library().ncclGetUniqueId(ctypes.byref(made)), None, "ncclGetUniqueId")
+    return bytes(made)
+
+
+def _check(code: int, handle: Any, what: str) -> None:
+    if code not in (_SUCCESS, _IN_PROGRESS):
+        library = _library()
+        text = library.ncclGetErrorString(code).decode()
+        last = library.ncclGetLastError(handle).decode().strip()
+        raise NcclError(f"{what}: {text}" + (f" ({last})" if last else ""))
+
+
+class Communicator:
+    """One NCCL communicator of this process.
+
+    Args:
+        identity: from ``unique_id`` of one rank, the same on all.
+        rank, world_size: position in it.
+        wait: ``wait(arrived, what)`` waits on the host with a deadline, see ``TransportBase``; may
+            raise.
+
+    Collective: over all its ranks. The current CUDA device must be this rank's.
+    """
+
+    def __init__(
+        self,
+        identity: bytes,
+        rank: int,
+        world_size: int,
+        wait: Callable[[Callable[[float], bool], str], None],
+    ) -> None:
+        self._handle = ctypes.c_void_p()
+        self._wait = wait
+        config = _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_CONFIG_MAGIC,
+            version=_CONFIG_VERSION,
+            blocking=0,
+            cga_cluster_size=_UNDEFINED,
+            min_ctas=_UNDEFINED,
+            max_ctas=_UNDEFINED,
+            net_name=None,
+            split_share=_UNDEFINED,
+        )
+        code = _library().ncclCommInitRankConfig(
+            ctypes.byref(self._handle),
+            world_size,
+            _UniqueId.from_buffer_copy(identity),
+            rank,
+            ctypes.byref(config),
+        )
+        self._complete(code, "ncclCommInitRankConfig")
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was neither aborted nor destroyed."""
+        return bool(self._handle)
+
+    @contextmanager
+    def group(self, what: str) -> Iterator[None]:
+        """Issue the calls inside as one operation; may wait on the host while peers connect."""
+        library = _library()
+        _check(library.ncclGroupStart(), self._handle, "ncclGroupStart")
+        try:
+            yield
+        finally:
+            code = library.ncclGroupEnd()
+        self._complete(code, what)
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Send bytes to a rank; inside ``group``."""
+        code = _library().ncclSend(address, nbytes, _UINT8, peer, self._handle, stream)
+        _check(code, self._handle, "ncclSend")
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        """Receive bytes from a rank; inside ``group``."""
+        code = _library().ncclRecv(address, nbytes, _UINT8, peer, self._handle, stream)
+        _check(code, self._handle, "ncclRecv")
+
+    def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        """Gather ``nbytes`` of every rank, rank-major, own included; inside ``group``."""
+        code = _library().ncclAllGather(source, target, nbytes, _UINT8, self._handle, stream)
+        _check(code, self._handle, "ncclAllGather")
+
+    def all_reduce(self, address: int, nbytes: int, stream: int) -> None:
+        """Add bytes over ranks, in place; inside ``group``. Used as a barrier."""
+        code = _library().ncclAllReduce(
+            address, address, nbytes, _UINT8, _SUM, self._handle, stream
+        )
+        _check(code, self._handle, "ncclAllReduce")
+
+    def failure(self) -> str | None:
+        """Return what went wrong in the background, or None."""
+        if not self._handle:
+            return None
+        state = ctypes.c_int()
+        code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
+        for found in (code, state.value):
+            if found not in (_SUCCESS, _IN_PROGRESS):
+                return str(_library().ncclGetErrorString(found).decode())
+        return None
+
+    def abort(self) -> None:
+        """End everything under way and free it, without the peers."""
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            _library().ncclCommAbort(handle)
+
+    def destroy(self) -> None:
+        """Free it; collective, after all work on it has ended."""
+        if not self._handle:
+            return
+        self._complete(_library().ncclCommFinalize(self._handle), "ncclCommFinalize")
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        _library().ncclCommDestroy(handle)
+
+    def _complete(self, code: int, what: str) -> None:
+        """Wait until a call that may be in progress has ended."""
+        _check(code, self._handle, what)
+        if code == _IN_PROGRESS or what == "ncclCommInitRankConfig":
+            self._wait(self._settled, what)
+            problem = self.failure()
+            if problem is not None:
+                raise NcclError(f"{what}: {problem}")
+
+    def _settled(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        state = ctypes.c_int(_IN_PROGRESS)
+        while True:
+            _check(
+                _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)),
+                self._handle,
+                "ncclCommGetAsyncError",
+            )
+            if state.value != _IN_PROGRESS:
+                return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0002)

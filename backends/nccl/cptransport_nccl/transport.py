@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``nccl`` transport: a generation is one group of NCCL sends and receives on a communication
+stream of its own.
+
+Picture, one rank, current stream above, communication stream below::
+
+    write staged   publish ............ local work ........... gather (waits for the event)   fold
+                      \\-- event --> [ group: sends + receives ] -- event --/
+
+* ``publish`` issues what the routes say, sends and receives, as one group in (part, source,
+  destination, row) order; a part whose routes go from every rank to every other is one typed
+  all-gather. The current stream goes on at once.
+* In a handoff ``fetch`` comes first: the receives are one group there, the sends one at
+    ``publish``.
+* What nobody looked at is received at the next ``stage``.
+* Without routes a receiver knows a message only when it asks for it, so sends and receives are
+  separate groups, on two more communicators: one for messages to higher ranks, one to lower. On
+  each, the highest (lowest) rank sends nothing, so its receives are never behind a send of its own,
+  and by induction no send waits for ever.
+
+Memory: staged and received tensors are double-buffered; ``stage`` of g makes the current stream
+    wait for the sends of g-2,
+and every group waits for the current stream, so receives of g cannot overtake readers of g-2.
+
+Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
+    the next verb raises.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cptransport.backend import ControlPlane, Generation, TransportBase, group_store
+from cptransport.errors import (
+    BackendUnavailableError,
+    PeerFailedError,
+    TransportError,
+    TransportTimeoutError,
+)
+from cptransport.transport import Capabilities, PartSpec
+from cptransport_nccl.library import Communicator, NcclError, unique_id
+from cptransport_nccl.watchdog import Watchdog, Work
+
+__all__ = ["CAPABILITIES", "NcclTransport", "create"]
+
+CAPABILITIES = Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True)
+
+#: (part, source, destination, first row or None for the whole part, number of rows)
+_Move = tuple[PartSpec, int, int, int, int]
+
+
+@dataclass
+class _Traffic:
+    """What has been issued for one generation.
+
+    Attributes:
+        received: the receives were issued.
+        sent, arrived: events on the communication stream after the sends, the receives.
+    """
+
+    received: bool = False
+    sent: torch.cuda.Event | None = None
+    arrived: torch.cuda.Event | None = None
+    tensors: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+
+
+class NcclTransport(TransportBase):
+    """One rank's end; see the module docstring."""
+
+    def __init__(
+        self,
+        control: ControlPlane,
+        device: torch.device,
+        timeout_s: float,
+        identity: Callable[[str], bytes],
+    ) -> None:
+        super().__init__(
+            "nccl", device=device, control=control, timeout_s=timeout_s, capabilities=CAPABILITIES
+        )
+        self._identity = identity
+        self._stream = torch.cuda.Stream(device)
+        self._memory: dict[tuple[str, ...], Tensor] = {}
+        self._traffic: dict[tuple[str, int], _Traffic] = {}
+        self._error: BaseException | None = None
+        self._comms: dict[str, Communicator] = {}
+        self._token = torch.zeros(2, dtype=torch.uint8, device=device)
+        self._watchdog = Watchdog(timeout_s, self._failure, self._expire)
+        try:
+            self._communicator("routes")
+            self._warm_up()
+        except BaseException:
+            self._close(broken=True)
+            raise
+
+    def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
+        name, number = current.slot.name, current.number
+        stream = torch.cuda.current_stream(self.device)
+        if retired is not None:
+            self._receive_routes(retired)
+        old = self._traffic.pop((name, number - 2), None)
+        for event in (old.sent, old.arrived) if old else ():
+            if event is not None:
+                stream.wait_event(event)
+        self._traffic[name, number] = _Traffic()
+        if any(part.routes is None for part in current.slot.parts) and self.world_size > 1:
+            for direction in ("up", "down"):
+                self._communicator(direction)
+        return {
+            part.name: self._buffer("staged", name, part, number, ()) for part in current.slot.parts
+        }
+
+    def _publish(self, current: Generation, to: Sequence[int]) -> None:
+        traffic = self._traffic[current.slot.name, current.number]
+        receive = not traffic.received
+        traffic.received = True
+        moves = [
+            move
+            for part in current.slot.parts
+            if part.routes is not None
+            for move in self._moves_of(part)
+            if move[1] == self.rank or receive
+        ]
+        dense = [p for p in current.slot.parts if receive and self._is_dense(p)]
+        event = self._issue("routes", current, moves, dense)
+        traffic.sent = event
+        if receive:
+            traffic.arrived = event
+        for direction, keep in (("up", self._above), ("down", self._below)):
+            free = [
+                (part, self.rank, rank, 0, -1)
+                for part in current.slot.parts
+                if part.routes is None
+                for rank in to
+                if keep(rank)
+            ]
+            if free:
+                traffic.sent = self._issue(direction, current, free, []) or traffic.sent
+
+    def _receive(
+        self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
+    ) -> Mapping[tuple[str, int], Tensor]:
+        traffic = self._traffic[current.slot.name, current.number]
+        stream = torch.cuda.current_stream(self.device)
+        self._receive_routes(current)
+        # Messages from below travel on "up".
+        for direction, keep in (("up", self._below), ("down", self._above)):
+            free = [
+                (part, source, self.rank, 0, -1)
+                for part, source in wanted
+                if part.routes is None and keep(source)
+            ]
+            event = self._issue(direction, current, free, []) if free else None
+            if event is not None:
+                stream.wait_event(event)
+        if traffic.arrived is not None:
+            stream.wait_event(traffic.arrived)
+        return {(part.name, source): self._target(current, part, source) for part, source in wanted}
+
+    def _barrier(self) -> None:
+        def post(comm: Communicator, stream: int) -> None:
+            comm.all_reduce(self._token.data_ptr(), 1, stream)
+
+        event = self._run("routes", None, tuple(self._others()), post)
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _reported(self) -> BaseException | None:
+        return self._error
+
+    def _interrupt(self) -> None:
+        for comm in self._comms.values():
+            comm.abort()
+
+    def _close(self, broken: bool) -> None:
+        try:
+            if not broken:
+                self._stream.synchronize()
+                if self._error is None:
+                    for comm in self._comms.values():
+                        comm.destroy()
+        except (NcclError, TransportError):
+            pass  # a peer is gone; ours goes too
+        finally:
+            self._watchdog.stop()
+            self._interrupt()
+            self._traffic.clear()
+            self._memory.clear()
+
+    def _others(self) -> Iterable[int]:
+        return (rank for rank in range(self.world_size) if rank != self.rank)
+
+    def _above(self, rank: int) -> bool:
+        return rank > self.rank
+
+    def _below(self, rank: int) -> bool:
+        return rank < self.rank
+
+    def _is_dense(self, part: PartSpec) -> bool:
+        """Whether a part goes whole from every rank to every other: a typed all-gather."""
+        if part.routes is None or self.world_size < 3:
+            return False
+        ranks = range(self.world_size)
+        return all((s, d) in part.routes for s in ranks for d in ranks if s != d)
+
+    def _moves_of(self, part: PartSpec) -> list[_Move]:
+        """This rank's sends and receives of a part with routes, in an order that both ends share."""
+        if self._is_dense(part):
+            return []
+        pairs = sorted({route[:2] for route in part.routes or ()})
+        moves: list[_Move] = []
+        for source, destination in pairs:
+            if source == destination or self.rank not in (source, destination):
+                continue
+            rows = part.rows(source, destination)
+            if rows is None:
+                moves.append((part, source, destination, 0, -1))
+            else:
+                moves += [(part, source, destination, a, n) for a, n in runs(rows)]
+        return moves
+
+    def _receive_routes(self, current: Generation) -> None:
+        """Issue the receives of a generation's routes, if ``publish`` has not."""
+        traffic = self._traffic[current.slot.name, current.number]
+        if traffic.received:
+            return
+        traffic.received = True
+        parts = [p for p in current.slot.parts if p.routes is not None]
+        dense = [p for p in parts if self._is_dense(p)]
+        if dense:
+            raise TransportError(
+                self._where(current)
+                + f": part {dense[0].name!r} goes from every rank to every other, so publish comes first"
+            )
+        moves = [m for part in parts for m in self._moves_of(part) if m[2] == self.rank]
+        traffic.arrived = self._issue("routes", current, moves, [])
+
+    def _issue(
+        self,
+        communicator: str,
+        current: Generation,
+        moves: Sequence[_Move],
+        dense: Sequence[PartSpec],
+    ) -> torch.cuda.Event | None:
+        """Issue moves and all-gathers as one group; return the event after it, None if it is empty."""
+        moves = [m for m in moves if m[0].nbytes]
+        dense = [p for p in dense if p.nbytes]
+        if not moves and not dense:
+            return None
+        peers = {m[1] if m[2] == self.rank else m[2] for m in moves}
+        peers |= set(self._others()) if dense else set()
+
+        def post(comm: Communicator, stream: int) -> None:
+            for part in dense:
+                table = self._dense_table(current, part)
+                staged = current.staged[part.name]
+                comm.all_gather(staged.data_ptr(), table.data_ptr(), part.nbytes, stream)
+            for part, source, destination, first, count in moves:
+                nbytes = part.nbytes if count < 0 else count * part.row_nbytes
+                offset = first * part.row_nbytes
+                if source == self.rank:
+                    address = current.staged[part.name].data_ptr() + offset
+                    comm.send(address, nbytes, destination, stream)
+                else:
+                    address = self._target(current, part, source).data_ptr() + offset
+                    comm.receive(address, nbytes, source, stream)
+
+        return self._run(communicator, current, tuple(sorted(peers)), post)
+
+    def _run(
+        self,
+        communicator: str,
+        current: Generation | None,
+        peers: tuple[int, ...],
+        post: Callable[[Communicator, int], None],
+    ) -> torch.cuda.Event:
+        """Run NCCL calls on the communication stream, after the current stream's work so far."""
+        stream = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(stream)
+        what = self._where(current) if current else "barrier"
+        comm = self._communicator(communicator)
+        with self._mapped(what), torch.cuda.device(self.device), comm.group(what):
+            post(comm, self._stream.cuda_stream)
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        if torch.cuda.is_current_stream_capturing():
+            stream.wait_event(event)  # a capture must not leave work that nothing waits for
+        else:
+            slot = current.slot.name if current else None
+            number = current.number if current else None
+            self._watchdog.watch(self._stream.cuda_stream, slot, number, peers)
+        return event
+
+    def _communicator(self, name: str) -> Communicator:
+        """Return a communicator, made at its first use; collective then."""
+        if name not in self._comms:
+            identity = self._identity(name)
+
+            def wait(arrived: Callable[[float], bool], what: str) -> None:
+                self._wait(arrived, what, missing=lambda: list(self._others()))
+
+            with self._mapped("connect"), torch.cuda.device(self.device):
+                self._comms[name] = Communicator(identity, self.rank, self.world_size, wait)
+        return self._comms[name]
+
+    def _warm_up(self) -> None:
+        """Connect to every peer now, so that no verb waits for a connection later."""
+
+        def post(comm: Communicator, stream: int) -> None:
+            for peer in self._others():
+                comm.send(self._token.data_ptr(), 1, peer, stream)
+                comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
+
+        self._run("routes", None, tuple(self._others()), post)
+        self._barrier()
+        self._wait(self._drained, "connecting to the peers", missing=lambda: list(self._others()))
+
+    def _drained(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._stream.query():
+            if self._error is not None:
+                raise self._error
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    @contextmanager
+    def _mapped(self, what: str) -> Iterator[None]:
+        """Map NCCL's errors to ours, with their cause."""
+        try:
+            yield
+        except NcclError as error:
+            if self._error is not None:
+                raise self._error from error
+            self.control.check()
+            raise PeerFailedError(f"rank {self.rank}: {what}: {error}") from error
+
+    def _failure(self) -> BaseException | None:
+        """What peers or NCCL report while work is pending; runs on the watchdog's thread."""
+        try:
+            self.control.check()
+        except PeerFailedError as error:
+            return error
+        for comm in self._comms.values():
+            problem = comm.failure()
+            if problem is not None:
+                return PeerFailedError(f"NCCL reports: {problem}")
+        return None
+
+    def _expire(self, work: Work, error: BaseException | None) -> None:
+        """Remember why, then abort; runs on the watchdog's thread."""
+        if error is None:
+            place = f"slot {work.slot!r}, generation {work.generation}" if work.slot else "barrier"
+            peers = list(work.peers)
+            error = TransportTimeoutError(
+                f"rank {self.rank}: {place}: waited {self.timeout_s:g} s inside NCCL for "
+                + (f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"),
+                peer=peers[0] if len(peers) == 1 else None,
+                slot=work.slot,
+                generation=work.generation,
+                waited_s=self.timeout_s,
+                missing=peers,
+            )
+        self._error = error
+        self._interrupt()
+
+    def _target(self, current: Generation, part: PartSpec, source: int) -> Tensor:
+        """The tensor that a source's part is received into."""
+        if self._is_dense(part):
+            return self._dense_table(current, part)[source]
+        key = (str(source),)
+        return self._buffer("received", current.slot.name, part, current.number, key)
+
+    def _dense_table(self, current: Generation, part: PartSpec) -> Tensor:
+        table = PartSpec(part.name, (self.world_size, *part.shape), part.dtype)
+        return self._buffer("dense", current.slot.name, table, current.number, ())
+
+    def _buffer(
+        self, kind: str, slot: str, part: PartSpec, generation: int, more: tuple[str, ...]
+    ) -> Tensor:
+        """Memory of a part, one of two per slot, apart for captures; grows, never shrinks."""
+        captured = "captured" if torch.cuda.is_current_stream_capturing() else "eager"
+        key = (kind, slot, part.name, str(generation % 2), captured, *more)
+        memory = self._memory.get(key)
+        if memory is None or memory.numel() < part.nbytes:
+            if memory is not None:
+                memory.record_stream(self._stream)
+            memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
+            self._memory[key] = memory
+        return memory[: part.nbytes].view(part.dtype).view(part.shape)
+
+
+def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut ascending rows into runs ``(first, count)``."""
+    found: list[tuple[int, int]] = []
+    for row in rows:
+        if found and found[-1][0] + found[-1][1] == row:
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((row, 1))
+    return found
+
+
+def create(group: Any, device: Any, timeout_s: float, **options: Any) -> NcclTransport:
+    """Make the transport of a group; collective.
+
+    Raises:
+        BackendUnavailableError: two ranks share a GPU, or NCCL cannot connect them.
+    """
+    device = torch.device(device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.init()
+    control = ControlPlane(
+        group_store(group, "control"), dist.get_rank(group), dist.get_world_size(group), timeout_s
+    )
+    places = control.exchange(_place(device), "nccl: devices of the ranks")
+    shared = {p: [r for r, q in enumerate(places) if q == p] for p in places if places.count(p) > 1}
+    if shared:
+        ranks = next(iter(shared.values()))
+        raise BackendUnavailableError(
+            f"ranks {ranks} share one GPU, which NCCL refuses; give every rank a GPU of its own, or a "
+            "NCCL_HOSTID of its own (with NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1; slow, for tests), "
+            "or use gloo or cupy_ipc"
+        )
+
+    def identity(name: str) -> bytes:
+        mine = unique_id().hex() if control.rank == 0 else ""
+        return bytes.fromhex(control.exchange(mine, f"nccl: id of communicator {name!r}")[0])
+
+    try:
+        return NcclTransport(control, device, timeout_s, identity)
+    except (NcclError, PeerFailedError) as error:
+        raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
+
+
+def _place(device: torch.device) -> str:
+    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
+    return f"{host}/{torch.cuda.get_device_properties(device).uuid}"

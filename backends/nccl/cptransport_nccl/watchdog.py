@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ends waits inside NCCL: a host thread that watches work on the communication stream and aborts
+what passed its deadline.
+
+Progress is a number in pinned memory that the stream itself writes after each piece of work, so the
+thread makes no CUDA call that a graph capture elsewhere in the process would forbid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["Watchdog", "Work"]
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Work:
+    """One group of operations on the stream.
+
+    Attributes:
+        number: 1, 2, ..., in stream order.
+        slot, generation: what it belongs to; None for a barrier.
+        peers: ranks that it waits for.
+        started: host time when it was issued.
+    """
+
+    number: int
+    slot: str | None
+    generation: int | None
+    peers: tuple[int, ...]
+    started: float
+
+
+@lru_cache(maxsize=1)
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    write = driver.cuStreamWriteValue64_v2
+    write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint]
+    write.restype = ctypes.c_int
+    return driver
+
+
+class Watchdog:
+    """Watches one communication stream.
+
+    Args:
+        timeout_s: limit of each piece of work.
+        failed: asked while work is pending: an error of peers or of the communicator, or None.
+        expired: called on the thread with the oldest work and the error (None: the deadline
+            passed). Afterwards the thread ends.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        failed: Callable[[], BaseException | None],
+        expired: Callable[[Work, BaseException | None], None],
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._failed = failed
+        self._expired = expired
+        self._progress = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self._view = ctypes.c_int64.from_address(self._progress.data_ptr())
+        self._pending: deque[Work] = deque()
+        self._issued = 0
+        self._wake = threading.Event()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._main, name="cpt-nccl-watchdog", daemon=True)
+        self._thread.start()
+
+    def watch(
+        self, stream: int, slot: str | None, generation: int | None, peers: tuple[int, ...]
+    ) -> None:
+        """Watch what was issued on the stream so far."""
+        self._issued += 1
+        code = _driver().cuStreamWriteValue64_v2(stream, self._progress.data_ptr(), self._issued, 0)
+        if code:
+            raise RuntimeError(f"cuStreamWriteValue64 failed with CUDA error {code}")
+        self._pending.append(Work(self._issued, slot, generation, peers, time.monotonic()))
+        self._wake.set()
+
+    def stop(self) -> None:
+        """End the thread; what is pending is no longer watched."""
+        self._stopped = True
+        self._wake.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _main(self) -> None:
+        while not self._stopped:
+            self._wake.wait()
+            self._wake.clear()
+            while self._pending and not self._stopped:
+                while self._pending and self._pending[0].number <= self._view.value:
+                    self._pending.popleft()
+                if not self._pending:
+                    break
+                oldest = self._pending[0]
+                waited = time.monotonic() - oldest.started
+                error = self._failed() if waited > 2 * _POLL_S else None
+                if error is not None or waited > self._timeout_s:
+                    self._stopped = True
+                    self._expired(oldest, error)
+                    return
+                time.sleep(_POLL_S)
