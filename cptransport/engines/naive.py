@@ -84,7 +84,7 @@ def naive_kda(
     if use_gate_in_kernel:
         if dt_bias is not None:
             g = g + dt_bias.reshape(value_heads, keys)
-        rate = torch.ones_like(g[0, 0, :, 0]) if A_log is None else A_log.exp()
+        rate = g.new_ones(value_heads) if A_log is None else A_log.exp()
         if lower_bound is None:
             g = -rate[:, None] * functional.softplus(g)
         else:
