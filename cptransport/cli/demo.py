@@ -55,11 +55,10 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="where the picture goes (default ./cptransport-demo.png)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the demo; 0: everything equal, 1: some difference is above the limit, 130: interrupted."""
+    """Run the demo; 0: everything equal, 1: some difference is above the limit."""
     from cptransport.demo import Settings, run_demo, table
 
     settings = Settings(
@@ -74,10 +73,6 @@ def run(args: argparse.Namespace) -> int:
     progress = _Progress(settings)
     try:
         outcome = run_demo(settings, progress.step)
-    except KeyboardInterrupt:
-        progress.end()
-        print("interrupted", file=sys.stderr)
-        return 130
     finally:
         progress.end()
     print(table(outcome))

@@ -40,7 +40,7 @@ _TERMINATE_S = 5.0  # between SIGTERM and SIGKILL
 
 
 class RankError(CPTransportError):
-    """A rank of the demo raised or ended; the cause holds its traceback."""
+    """A rank of the demo raised or ended; its traceback is in the context."""
 
 
 class _TracebackError(Exception):
@@ -124,7 +124,7 @@ def _run_threads(settings: Settings, on_step: Callable[[Step], None]) -> list[Ra
             total.abort()
             if not isinstance(error, PeerFailedError):
                 failure = RankError(f"rank {transport.rank} {_line(error)}")
-                failure.__cause__ = error
+                failure.__context__ = error
                 failures.append(failure)
             raise
 
@@ -206,7 +206,8 @@ def _collect(
                 continue
             own, line, trace = message
             error = RankError(f"rank {rank} {line}")
-            error.__cause__ = _TracebackError(trace) if trace else None
+            # The context, not the cause: a traceback is no part of the one line that says why.
+            error.__context__ = _TracebackError(trace) if trace else None
             failures.append((own, error))
             deadline = deadline or time.monotonic() + _LATE_S
     if failures:
@@ -257,7 +258,7 @@ def _process_rank(connection: Connection, settings: Settings, rank: int, store: 
         groups = "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         groups,
-        store=dist.FileStore(store, settings.ranks),  # type: ignore[attr-defined]
+        store=dist.FileStore(store, settings.ranks),
         rank=rank,
         world_size=settings.ranks,
         timeout=timedelta(seconds=env.timeout_s()),
@@ -288,5 +289,4 @@ def _die_with_parent() -> None:
 
 
 def _line(error: BaseException) -> str:
-    first = next(iter(str(error).splitlines()), "")
-    return f"failed: {type(error).__name__}: {first}"
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"

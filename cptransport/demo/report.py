@@ -59,7 +59,7 @@ def _what_ran(outcome: Outcome) -> Iterator[str]:
         )
         numbers = ", ".join(f"{each:.1f}" for each in kilobytes)
         yield f"received     {part}: {numbers} kB per step on ranks 0 to {settings.ranks - 1}"
-    wrong = [name for name, each in outcome.largest().items() if not each <= LIMIT]
+    wrong = [name for name, each in outcome.largest().items() if each > LIMIT]
     total = len(outcome.largest())
     yield (
         f"verdict      equal: all {total} within {LIMIT:.0e}"
