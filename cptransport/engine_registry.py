@@ -9,6 +9,7 @@ once any other name is asked for.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.util import find_spec
@@ -101,10 +102,7 @@ def load_engine(op: str, name: str) -> Engine:
     plugins = _plugins()
     claims = plugins.claims.get((op, name), [])
     if len(claims) > 1:
-        owners = " and by ".join(origin.distribution for origin, _ in claims)
-        raise BackendConflictError(
-            f"the engine {name!r} for {op} is claimed by {owners}; uninstall all but one"
-        )
+        raise _conflict(op, name, [origin.distribution for origin, _ in claims])
     if claims:
         return claims[0][1]
     for origin, error in plugins.broken:
@@ -149,11 +147,19 @@ def _load_plugins(path: tuple[str, ...]) -> _Plugins:
         except BackendError as error:
             found.broken.append((origin, error))
             continue
-        claims = found.claims.setdefault((engine.op, engine.name), [])
-        if not claims and (own := _OWN.get((engine.op, engine.name))) is not None:
-            claims.append((Origin(engine.name, own, CORE), engine))
-        claims.append((origin, engine))
+        if (engine.op, engine.name) in _OWN:  # never runs, and never hides what does
+            found.broken.append(
+                (origin, _conflict(engine.op, engine.name, [CORE, origin.distribution]))
+            )
+            continue
+        found.claims.setdefault((engine.op, engine.name), []).append((origin, engine))
     return found
+
+
+def _conflict(op: str, name: str, owners: Sequence[str]) -> BackendConflictError:
+    return BackendConflictError(
+        f"the engine {name!r} for {op} is claimed by {' and by '.join(owners)}; uninstall all but one"
+    )
 
 
 def _checked(origin: Origin, op: str | None = None) -> Engine:
