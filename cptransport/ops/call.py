@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cptransport.context import CPContext
 from cptransport.engines import Engine, LocalSegment, OpFacts, OutputGrads, Saved
 from cptransport.exchange import Wire, begin
-from cptransport.ops.scope import agree, op_step
+from cptransport.ops.once import once_differentiable
+from cptransport.ops.scope import agree, op_step, reporting
 from cptransport.plan import Plan
 
 __all__ = [
@@ -207,7 +207,8 @@ class _BoundaryFunction(torch.autograd.Function):
         ctx: Any, call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Run the forward and save what the backward needs."""
-        result = run_forward(call, tensors, initial_state)
+        with reporting(call.context.transport):
+            result = run_forward(call, tensors, initial_state)
         ctx.call, ctx.meta = call, result.saved.meta
         ctx.output_like = (result.output.shape, result.output.dtype, result.output.device)
         ctx.set_materialize_grads(False)

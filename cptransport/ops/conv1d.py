@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cptransport import env
 from cptransport.composition import expand_routes
@@ -29,7 +28,8 @@ from cptransport.ops.inputs import (
     refuse_upstream,
     state_dtype,
 )
-from cptransport.ops.scope import RunRecord, agree, op_step, record_run
+from cptransport.ops.once import once_differentiable
+from cptransport.ops.scope import RunRecord, agree, op_step, record_run, reporting
 from cptransport.transport import PartSpec, Slot
 
 __all__ = ["causal_conv1d"]
@@ -94,7 +94,7 @@ def causal_conv1d(
                 x, weight, bias, residual, initial_state, cp_context, activation, upstream
             ),
         )
-        y, final_state = _Conv.apply(call, x, weight, bias, residual, initial_state)  # type: ignore[no-untyped-call]
+    y, final_state = _Conv.apply(call, x, weight, bias, residual, initial_state)  # type: ignore[no-untyped-call]
     return y, final_state if output_final_state else None
 
 
@@ -220,31 +220,13 @@ class _Conv(torch.autograd.Function):
         residual: Tensor | None,
         initial_state: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        exchange = _HaloExchange(call, "forward", call.dtype)
-        tables = exchange.tables
-        rows = x.transpose(0, 1)  # [T, B, D]
-        exchange.table[tables.publish.target] = rows[tables.publish.source]
-        border = torch.zeros_like(exchange.table)
-        for copy, table in exchange.exchange(tables.receive):
-            border[copy.target] = table[copy.source]
-        if initial_state is not None:
-            known = _state_rows(call, initial_state).to(call.dtype)
-            border[tables.initial.target] = known[tables.initial.source]
-        y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-        for span, window in _windows(call, x, border):
-            taps = _correlate(window, weight.to(call.compute), bias)
-            out = F.silu(taps) if call.activate else taps
-            if residual is not None:
-                out = out + residual[:, span].to(call.compute)
-            y[:, span] = out.to(call.dtype)
-        final = _no_rows(call, call.dtype, x.device)
-        final[tables.final_halo.target] = border[tables.final_halo.source]
-        final[tables.final_rows.target] = rows[tables.final_rows.source]
+        with reporting(call.context.transport):
+            y, final, border = _forward(call, x, weight, bias, residual, initial_state)
         ctx.call = call
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, border, weight, bias)
-        return y, _rows_to_state(call, final)
+        return y, final
 
     @staticmethod
     @once_differentiable
@@ -307,6 +289,38 @@ class _Conv(torch.autograd.Function):
             None if ctx.residual_dtype is None else d_residual.to(ctx.residual_dtype),
             d_initial,
         )
+
+
+def _forward(
+    call: _Call,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, the final states, and what stood before each segment."""
+    exchange = _HaloExchange(call, "forward", call.dtype)
+    tables = exchange.tables
+    rows = x.transpose(0, 1)  # [T, B, D]
+    exchange.table[tables.publish.target] = rows[tables.publish.source]
+    border = torch.zeros_like(exchange.table)
+    for copy, table in exchange.exchange(tables.receive):
+        border[copy.target] = table[copy.source]
+    if initial_state is not None:
+        known = _state_rows(call, initial_state).to(call.dtype)
+        border[tables.initial.target] = known[tables.initial.source]
+    y = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for span, window in _windows(call, x, border):
+        taps = _correlate(window, weight.to(call.compute), bias)
+        out = F.silu(taps) if call.activate else taps
+        if residual is not None:
+            out = out + residual[:, span].to(call.compute)
+        y[:, span] = out.to(call.dtype)
+    final = _no_rows(call, call.dtype, x.device)
+    final[tables.final_halo.target] = border[tables.final_halo.source]
+    final[tables.final_rows.target] = rows[tables.final_rows.source]
+    return y, _rows_to_state(call, final), border
 
 
 def _windows(call: _Call, x: Tensor, border: Tensor) -> Iterator[tuple[slice, Tensor]]:

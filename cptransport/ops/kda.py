@@ -156,7 +156,7 @@ def chunk_kda(
                 allow_neg_eigval=allow_neg_eigval,
             ),
         )
-        o, final_state = apply(call, initial_state, *inputs.tensors().values())
+    o, final_state = apply(call, initial_state, *inputs.tensors().values())
     return o, final_state if output_final_state else None
 
 

@@ -138,7 +138,7 @@ def mamba_chunk_scan_combined(
                 engine=engine,
             ),
         )
-        y, final_states = apply(call, initial_states, *inputs.tensors().values())
+    y, final_states = apply(call, initial_states, *inputs.tensors().values())
     return (y, final_states) if return_final_states else y
 
 

@@ -14,7 +14,7 @@ from cptransport import env, errors
 from cptransport.errors import CPTransportError, OpInputError
 from cptransport.transport import BoundaryTransport
 
-__all__ = ["RunRecord", "agree", "last_run", "op_step", "record_run"]
+__all__ = ["RunRecord", "agree", "last_run", "op_step", "record_run", "reporting"]
 
 T = TypeVar("T")
 
@@ -65,6 +65,17 @@ def op_step(transport: BoundaryTransport) -> Iterator[None]:
     control = getattr(transport, "control", None)
     if control is not None:
         control.begin_step()
+    with reporting(transport):
+        yield
+
+
+@contextmanager
+def reporting(transport: BoundaryTransport) -> Iterator[None]:
+    """Tell the peers what is raised here, inside the current step.
+
+    Never around ``Function.apply``: what leaves there may not be an error. Checkpointing stops its
+    recomputation by an exception once it has seen enough saved tensors.
+    """
     try:
         yield
     except BaseException as error:
