@@ -234,9 +234,11 @@ def test_a_rank_that_ignores_the_op_is_named_by_its_peers(composition: str) -> N
         return "needs nobody"
 
     results = threads.run(body, 4, 1.0)
-    assert "rank 2" in results[1], results
-    # In a handoff rank 0 waits for rank 1, and both waits end at the same time.
-    assert "rank 2" in results[0] or (composition == "handoff" and "rank 1" in results[0]), results
+    # In a handoff rank 0 waits for rank 1; whose wait ends first is a matter of milliseconds.
+    named = ("rank 2",) if composition == "gather" else ("rank 1", "rank 2")
+    for text in results[:2]:
+        assert "waited" in text, results
+        assert any(name in text for name in named), results
     assert results[3] == "needs nobody"
 
 
