@@ -182,7 +182,8 @@ class TransportBase:
             spec = slot.part(part)
             self._check_source(spec, source)
             self._check_pairwise(current)
-            return self._take(current, [(spec, source)])[part, source]
+            own, absent = self._claim(current, [(spec, source)])
+            return {**own, **self._obtain(current, absent)}[part, source]
 
     def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
         """See ``BoundaryTransport.gather``."""
@@ -204,17 +205,24 @@ class TransportBase:
                     wanted += [(slot.part(name), source) for source in sources]
                 names = list(parts)
             self._check_pairwise(current)
-            taken = self._take(current, wanted)
-            for name in names:  # a rank's own part is always at hand
-                taken.setdefault((name, self.rank), current.staged[name])
-            return Gathered(
-                {
-                    name: tuple(taken.get((name, source)) for source in range(self.world_size))
-                    for name in names
-                },
-                self.device,
-                {name: [s for s in range(self.world_size) if (name, s) in taken] for name in names},
-            )
+            _, absent = self._claim(current, wanted)
+            return self._gather(current, names, absent)
+
+    def _gather(
+        self, current: Generation, names: Sequence[str], absent: Sequence[tuple[PartSpec, int]]
+    ) -> Gathered:
+        """Make the result of ``gather``: parts of other ranks, and this rank's own, which are always at hand."""
+        found = self._obtain(current, absent)
+        for name in names:
+            found[name, self.rank] = current.staged[name]
+        return Gathered(
+            {
+                name: tuple(found.get((name, source)) for source in range(self.world_size))
+                for name in names
+            },
+            self.device,
+            {name: [s for s in range(self.world_size) if (name, s) in found] for name in names},
+        )
 
     def barrier(self) -> None:
         """See ``BoundaryTransport.barrier``."""
@@ -371,10 +379,11 @@ class TransportBase:
             )
         return current
 
-    def _take(
+    def _claim(
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
-    ) -> dict[tuple[str, int], Tensor]:
-        result: dict[tuple[str, int], Tensor] = {}
+    ) -> tuple[dict[tuple[str, int], Tensor], list[tuple[PartSpec, int]]]:
+        """Check that parts may be taken now and count them; return this rank's own and what others send."""
+        own: dict[tuple[str, int], Tensor] = {}
         absent: list[tuple[PartSpec, int]] = []
         for part, source in wanted:
             key = (part.name, source)
@@ -383,28 +392,32 @@ class TransportBase:
                     self._where(current)
                     + f": part {part.name!r} of rank {source} was already taken"
                 )
-            if source == self.rank:
-                if current.to is None or (part.routes is None and self.rank not in current.to):
-                    raise GenerationError(
-                        self._where(current)
-                        + ": this rank did not publish to itself, taking would wait for ever"
-                    )
-                result[key] = current.staged[part.name]
-            elif key in current.received:
-                result[key] = current.received[key]
-            else:
+            if source != self.rank:
                 absent.append((part, source))
+                continue
+            if current.to is None or (part.routes is None and self.rank not in current.to):
+                raise GenerationError(
+                    self._where(current)
+                    + ": this rank did not publish to itself, taking would wait for ever"
+                )
+            own[key] = current.staged[part.name]
+        current.taken.update((part.name, source) for part, source in wanted)
         if absent:
-            received = self._receive(current, absent)
-            current.received.update(received)
-            result.update(received)
             self._count_received(current)
-            for part, _ in absent:
-                if part.routes is None:
-                    self._arrived[part.name] += part.nbytes
-                    self._messages += 1
-        current.taken.update(result)
-        return result
+        for part, _ in absent:
+            if part.routes is None:
+                self._arrived[part.name] += part.nbytes
+                self._messages += 1
+        return own, absent
+
+    def _obtain(
+        self, current: Generation, absent: Sequence[tuple[PartSpec, int]]
+    ) -> dict[tuple[str, int], Tensor]:
+        """Receive parts of other ranks, each once per generation."""
+        new = [(part, source) for part, source in absent if (part.name, source) not in current.received]
+        if new:
+            current.received.update(self._receive(current, new))
+        return {(part.name, source): current.received[part.name, source] for part, source in absent}
 
     def _count_received(self, current: Generation) -> None:
         """Count what the routes bring to this rank in a generation, once; all of it moves, looked at or not."""

@@ -24,7 +24,8 @@ from cptransport.composition import Fold, Round, Schedule, Source, expand_routes
 from cptransport.engines import Need
 from cptransport.errors import CapabilityError
 from cptransport.plan import Plan
-from cptransport.summary import advance, full_precision
+from cptransport.precision import ieee_math
+from cptransport.summary import advance
 from cptransport.transport import BoundaryTransport, Gathered, PartSpec, Slot
 
 __all__ = ["Exchange", "Wire", "begin"]
@@ -90,7 +91,7 @@ class Exchange:
                 table.zero_()
             else:
                 table.copy_(seed)
-            with full_precision(self.transport.device):
+            with ieee_math(self.transport.device.type):
                 self._receive(table)
             self._incoming = table
         return self._incoming

@@ -18,12 +18,10 @@ Source: docs/algebra.md.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
-import torch
 from torch import Tensor
 
-__all__ = ["Advance", "advance", "full_precision"]
+__all__ = ["Advance", "advance"]
 
 #: ``advance(transition, state, summary) -> M state + summary`` over any leading axes.
 Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,22 +42,6 @@ def advance(op: str, direction: str, layout: str) -> Advance:
     if layout == "v_major":
         return _right_transposed if transposed else _right
     return _left_transposed if transposed else _left
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[object]:
-    """Keep TF32 out of the matrix products of float32 tensors while folding."""
-    if device.type != "cuda":
-        return nullcontext()
-    return _NoTF32()
-
-
-class _NoTF32(AbstractContextManager[object]):
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-
-    def __exit__(self, *details: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
 
 
 def _decay(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from cptransport.engines import Engine, Need, OutputGrads
-from cptransport.engines.torch.precision import ieee_math
 from cptransport.plan import build_plan
+from cptransport.precision import ieee_math
 
 OPS = pytest.mark.parametrize("op", ["kda", "ssd"])
 

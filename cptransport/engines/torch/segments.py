@@ -36,7 +36,7 @@ from cptransport.engines import (
     Saved,
     StateTable,
 )
-from cptransport.engines.torch.precision import ieee_math
+from cptransport.precision import ieee_math
 from cptransport.transport import PartSpec
 
 __all__ = ["Block", "SegmentEngine"]
