@@ -13,12 +13,17 @@ from typing import Any
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, group_store
 from cptransport.errors import BackendContractError
+from cptransport.onesided import MAX_RANKS, OneSidedTransport, PeerMemory, PeerRegion
 from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capabilities
 
 __all__ = [
+    "MAX_RANKS",
     "BackendSpec",
     "ControlPlane",
     "Generation",
+    "OneSidedTransport",
+    "PeerMemory",
+    "PeerRegion",
     "TransportBase",
     "Variable",
     "group_store",

@@ -414,7 +414,9 @@ class TransportBase:
         self, current: Generation, absent: Sequence[tuple[PartSpec, int]]
     ) -> dict[tuple[str, int], Tensor]:
         """Receive parts of other ranks, each once per generation."""
-        new = [(part, source) for part, source in absent if (part.name, source) not in current.received]
+        new = [
+            (part, source) for part, source in absent if (part.name, source) not in current.received
+        ]
         if new:
             current.received.update(self._receive(current, new))
         return {(part.name, source): current.received[part.name, source] for part, source in absent}

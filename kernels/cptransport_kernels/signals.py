@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device-side signals: how one rank tells another, through memory both can address, that data may be read or overwritten.
+"""Device-side signals: how one rank tells another, through memory both can address, that data may
+be read or overwritten.
 
-Every rank has one *board* of flags at an address its peers know, int64 ``[slots, 2, N]``, N a power of two >= 32::
+Every rank has one *board* of flags at an address its peers know, int64 ``[slots, 2, N]``, N a power
+of two >= 32::
 
     board[slot, PUBLISHED, s]   written by rank s: the generation that s has published to this rank
-    board[slot, RELEASED, d]    written by rank d: the generation of this rank that d no longer reads
+    board[slot, RELEASED, d]    written by rank d: the generation of this rank that d no longer
+    reads
 
-Generations are counted on the device (``counters``, int64 ``[slots]``, private), so a captured graph that is replayed goes on
-counting. Flags only grow, so a waiter asks for "at least".
+Generations are counted on the device (``counters``, int64 ``[slots]``, private), so a captured
+graph that is replayed goes on counting. Flags only grow, so a waiter asks for "at least".
 
-Memory order. A writer stores its flag with *release* at *system* scope: all that the stream did before (kernel boundaries
-order it) is visible to whoever reads that flag with *acquire* at system scope; kernels that come later on the reader's stream
-see it too. Flags lie in the waiter's memory, so polling does not cross the link. Data is read in the owner's memory.
+Memory order. A writer stores its flag with *release* at *system* scope: all that the stream did
+before (kernel boundaries order it) is visible to whoever reads that flag with *acquire* at system
+scope; kernels that come later on the reader's stream see it too. Flags lie in the waiter's memory,
+so polling does not cross the link. Data is read in the owner's memory.
 
-Waits have a deadline on ``%globaltimer``. A wait that expires writes ``(1 + peer, slot, generation)`` to a word that the host
-can see and goes on; what it was to deliver becomes bytes 0xFF, which are NaN in every floating-point dtype.
+Waits have a deadline on ``%globaltimer``. A wait that expires writes ``(1 + peer, slot,
+generation)`` to a word that the host can see and goes on; what it was to deliver becomes bytes
+0xFF, which are NaN in every floating-point dtype.
 
-One program waits for all peers at once: lane o polls the flag of rank o. Decisions are reductions over the lanes, so they are
+One program waits for all peers at once: lane o polls the flag of rank o. Decisions are reductions
+    over the lanes, so they are
 uniform over the program, however far its threads drift apart.
 
 GPU only: Triton's interpreter has neither the scopes nor the clock.
@@ -217,7 +223,8 @@ def stage(
     counters: Tensor, board: Tensor, boards: Tensor, error: Tensor, *,
     slot: int, rank: int, releases: int, waits: int, depth: int, timeout_ns: int,
 ) -> None:  # fmt: skip
-    """Open the next generation: release the one before to its sources, wait until an older one is released here.
+    """Open the next generation: release the one before to its sources, wait until an older one is
+    released here.
 
     Args:
         counters (int64, [slots], cuda): generations, private to this rank.
@@ -238,9 +245,7 @@ def stage(
     )  # fmt: skip
 
 
-def publish(
-    counters: Tensor, boards: Tensor, *, slot: int, rank: int, targets: int
-) -> None:
+def publish(counters: Tensor, boards: Tensor, *, slot: int, rank: int, targets: int) -> None:
     """Tell the targets (bit d: rank d) that this generation may be read. Arguments as ``stage``."""
     launch(
         publish_kernel, (1,), counters, boards, slot, rank, targets, N=boards.numel(), num_warps=1
@@ -273,10 +278,12 @@ def locate(
 
     Args:
         regions (int64, [N], cuda): addresses of all ranks' regions of the slot.
-        table (int64, [len(offsets), N], cuda): overwritten; 0 for ranks that are not present, ``nan_address`` for late ones.
+        table (int64, [len(offsets), N], cuda): overwritten; 0 for ranks that are not present,
+        ``nan_address`` for late ones.
         sources: bit s: wait for rank s.
         offsets: of at most four parts in a region, bytes.
-        present: per part, bit s: rank s has it (this rank's own may be present without being waited for).
+        present: per part, bit s: rank s has it (this rank's own may be present without being waited
+            for).
         nan_address: local memory of NaN as large as any of the parts.
         others: as ``stage``.
     """

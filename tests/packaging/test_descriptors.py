@@ -26,6 +26,9 @@ VENDOR = {
     "nvshmem_signal": "nvshmem",
 }
 
+#: those whose transport exists
+SERVED = {"cupy_ipc", "nccl"}
+
 each_backend = pytest.mark.parametrize("name", VENDOR)
 
 
@@ -52,7 +55,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, *, vendor: bool) -> None
     if (library := VENDOR[name]) is not None:
         owner = "nvshmem_runtime" if library == "nvshmem" else name
         module = importlib.import_module(f"cptransport_{owner}")
-        monkeypatch.setattr(module, "find_spec", find_spec_with(**{library: vendor}))
+        monkeypatch.setattr(
+            module, "find_spec", find_spec_with(**{library: vendor, "triton": True})
+        )
 
 
 @each_backend
@@ -103,7 +108,13 @@ def test_nccl_says_that_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert descriptor("nccl").probe(None, CUDA) == "this torch was built without NCCL"
 
 
-@each_backend
+@pytest.mark.parametrize("name", sorted(SERVED))
+def test_with_everything_there_it_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, name, vendor=True)
+    assert descriptor(name).probe(None, CUDA) is None
+
+
+@pytest.mark.parametrize("name", sorted({*VENDOR} - SERVED))
 def test_with_everything_there_the_reason_is_the_missing_implementation(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
