@@ -29,7 +29,7 @@ from torch import Tensor
 from cptransport import env
 from cptransport.backend import TransportBase
 from cptransport.demo.train import Outcome, RankResult, Settings, Step, train_rank
-from cptransport.errors import CPTransportError, PeerFailedError
+from cptransport.errors import BackendUnavailableError, CPTransportError, PeerFailedError
 from cptransport.select import create_transport
 from cptransport.transports import threads
 
@@ -60,7 +60,10 @@ def run_demo(settings: Settings, on_step: Callable[[Step], None]) -> Outcome:
     Raises:
         RankError: a rank failed; one line, with the rank's own words.
         EnvVarError: a variable is not valid.
+        BackendUnavailableError: CUDA was asked for and torch sees none.
     """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError("torch sees no CUDA device")
     steps: list[Step] = []
 
     def record(step: Step) -> None:

@@ -169,6 +169,14 @@ def test_a_failing_rank_ends_all_with_one_line(
     assert line.endswith("rank 1 failed: ValueError: broken on purpose")
 
 
+def test_cuda_without_a_device_is_said_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["demo", "--device", "cuda"]) == 3
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+
+
 def test_processes_give_what_threads_give() -> None:
     settings = {"ranks": 2, "steps": 2, "tokens": 97}
     seen: list[Step] = []
