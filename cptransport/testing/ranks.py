@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cptransport.errors import CPTransportError, TransportClosedError
+from cptransport.select import create_transport
 from cptransport.transport import BoundaryTransport
 
 __all__ = ["Answer", "Order", "Ranks", "case_path", "load_case", "run_case"]
@@ -79,15 +80,9 @@ class Ranks:
         """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         if self.processes:
-            try:
-                from cptransport.select import create_transport
-            except ModuleNotFoundError:  # TEMPORARY
-                mod = importlib.import_module(f"cptransport.transports.{self.backend}")
-                made = mod.BACKEND.create(group, self.device, seconds)
-            else:
-                made = create_transport(
-                    group, backend=self.backend, device=self.device, strict=True, timeout_s=seconds
-                )
+            made = create_transport(
+                group, backend=self.backend, device=self.device, strict=True, timeout_s=seconds
+            )
         else:
             made = _thread_backend(self.backend).create(None, self.device, seconds)
         self._made.append(made)
@@ -124,6 +119,10 @@ class Ranks:
         """Return what some rank told under that key; waits for it."""
         self.store.wait([f"tell/{key}"], timedelta(seconds=timeout_s))
         return str(self.store.get(f"tell/{key}").decode())
+
+    def forget(self, transport: BoundaryTransport) -> None:
+        """Leave a transport's closing to the case."""
+        self._made = [made for made in self._made if made is not transport]
 
     @contextlib.contextmanager
     def closing(self) -> Iterator[None]:

@@ -70,6 +70,7 @@ class Hub:
         self.slots: dict[tuple[str, int], Slot] = {}  # (slot, generation) -> as first staged
         self.stages: dict[tuple[str, int], int] = {}  # (slot, rank) -> generation
         self.arrivals = [0] * world_size  # barriers entered
+        self.open = world_size  # ranks that have not closed
 
 
 class ThreadTransport(TransportBase):
@@ -209,8 +210,13 @@ class ThreadTransport(TransportBase):
         self._wait(self._holds(lambda: not missing()), "barrier", missing=missing)
 
     def _close(self, broken: bool) -> None:
-        with self._hub.changed:
-            self._hub.changed.notify_all()
+        hub = self._hub
+        with hub.changed:
+            hub.open -= 1
+            if not hub.open:  # a peer may read what was published until it has closed too
+                hub.publications.clear()
+                hub.slots.clear()
+            hub.changed.notify_all()
 
     def _interrupt(self) -> None:
         with self._hub.changed:
