@@ -128,6 +128,8 @@ def agree(transport: BoundaryTransport, title: str, prepare: Callable[[], tuple[
 
 
 def _same_class(name: str) -> type[Exception]:
+    if name == TypeError.__name__:  # an argument that nobody knows
+        return TypeError
     found = getattr(errors, name, None)
     if isinstance(found, type) and issubclass(found, CPTransportError):
         return found

@@ -105,6 +105,7 @@ OWN_MISTAKES: list[tuple[str, Change, type[Exception], str]] = [
     ("kda", empty("q"), OpInputError, "rank 1 has 0 local rows, its plan says 8"),
     ("kda", lambda given: given.update(lower_bound=-1.0), OpInputError, "needs use_gate_in"),
     ("kda", lambda given: given.update(cu_seqlens=[0, 1]), UnsupportedOptionError, "not served"),
+    ("kda", lambda given: given.update(betta=1), TypeError, "unexpected keyword argument 'betta'"),
     ("ssd", shorter("x"), OpInputError, "rank 1 has 7 local rows"),
     ("ssd", lambda given: given.update(chunk_size=40), OpInputError, "power of two"),
     ("conv1d", wrong_dtype("x"), OpInputError, "x must be bfloat16"),

@@ -66,8 +66,8 @@ def test_initial_states_and_losses_on_both(op: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_edges_near_the_cuts_of_ranks(op: str) -> None:
-    """Sequences that start 0 to 3 tokens before or after a rank does, on two and three ranks."""
+def test_08_edges_near_the_cuts_of_ranks(op: str) -> None:
+    """Report 8: sequences that start 0 to 3 tokens before or after a rank does, on two and three ranks."""
     for world_size in (2, 3):
         cut = 8
         for offset in range(-3, 4):
