@@ -50,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            return int(modules[args.command].run(args))
+            code = int(modules[args.command].run(args))
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("cptransport: interrupted", file=sys.stderr)
         return _INTERRUPTED
