@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench boundary``: what it takes from published summaries to merged states, on any backend.
+
+Modes: ``merge`` is the whole step; ``publish_fetch`` is its synchronisation and movement alone;
+``fold`` is its computation alone, the same exchange on recorded summaries. Eager times begin when
+the summaries are written; a captured step holds staging and writing too (option ``region``).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from cptransport.bench.boundary_data import Settings, Variant, variants
+from cptransport.bench.boundary_rank import boundary_rank
+from cptransport.bench.cases import Case, Measured, Progress, positive
+from cptransport.bench.launch import CaseError, on_ranks, torchrun_world
+from cptransport.bench.rows import Outcome, Subject, row
+from cptransport.composition import COMPOSITIONS, DIRECTIONS
+from cptransport.layouts import LAYOUTS
+
+__all__ = ["CASE"]
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--backend",
+        action="append",
+        help="a backend's name; several times: all of them, interleaved "
+        "(default: threads and gloo on CPU, nccl on CUDA)",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=positive,
+        default=4,
+        help="ranks to start, at least 2 (default 4); under torchrun those of the launch",
+    )
+    parser.add_argument(
+        "--ranks-per-device", type=positive, default=1, help="with CUDA (default 1)"
+    )
+    parser.add_argument("--op", choices=("kda", "ssd"), default="kda", help="default kda")
+    parser.add_argument("--heads", type=positive, default=8, help="HV or nheads (default 8)")
+    parser.add_argument("--key-dim", type=positive, default=128, help="K or dstate (default 128)")
+    parser.add_argument(
+        "--value-dim", type=positive, default=128, help="V or headdim (default 128)"
+    )
+    parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
+    parser.add_argument(
+        "--layout", choices=[name for name in LAYOUTS if name != "custom"], default="contiguous"
+    )
+    parser.add_argument("--sequences", type=positive, default=1, help="default 1")
+    parser.add_argument(
+        "--composition", action="append", choices=COMPOSITIONS, help="default: all of them"
+    )
+    parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="default: forward")
+
+
+def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
+    launched = torchrun_world()
+    world_size = launched[1] if launched else args.world_size
+    if world_size < 2:
+        raise ValueError("bench boundary needs at least 2 ranks: one rank has no boundary")
+    backends = list(dict.fromkeys(args.backend or _default_backends(args.device, launched)))
+    settings = Settings(
+        op=args.op,
+        heads=args.heads,
+        key_dim=args.key_dim,
+        value_dim=args.value_dim,
+        dtype=args.dtype,
+        layout=args.layout,
+        sequences=args.sequences,
+        compositions=tuple(dict.fromkeys(args.composition or COMPOSITIONS)),
+        directions=tuple(dict.fromkeys(args.direction or ["forward"])),
+        warmup=args.warmup,
+        iterations=args.iterations,
+        cold=args.l2 == "cold",
+        seed=args.seed,
+    )
+    chosen = variants(settings, args.device)
+    outcomes: dict[str, list[list[Outcome]]] = {
+        backend: [[Outcome() for _ in chosen] for _ in range(world_size)] for backend in backends
+    }
+    for repeat in range(args.repeats):
+        for number, backend in enumerate(backends):
+            done = (repeat + number / len(backends)) / args.repeats
+            progress(f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", done)
+            for rank, found in enumerate(_repeat(args, backend, world_size, settings, chosen)):
+                for outcome, later in zip(outcomes[backend][rank], found, strict=True):
+                    outcome.add(later)
+    rows = [
+        row(
+            _subject(settings, variant, backend, world_size),
+            [outcomes[backend][rank][index] for rank in range(world_size)],
+            bandwidth_gbytes_s=args.bandwidth_gbytes_s,
+        )
+        for index, variant in enumerate(chosen)
+        for backend in backends
+    ]
+    bound = None
+    if args.bandwidth_gbytes_s:
+        bound = f"bytes of the busiest receiver at {args.bandwidth_gbytes_s:g} GB/s"
+    return Measured(
+        rows,
+        world_size,
+        _gpus_used(args, world_size),
+        interleaving="modes and compositions of a backend by iteration, backends by repeat",
+        input_distribution="state N(0, 1); KDA transition N(0, 1 / 4K), SSD log decay -|N(0, 1)|",
+        verification="entering states against a fold in fp64 (relative error as the tests), payload bit "
+        "for bit, fold on recorded summaries bit-equal to the real one, bytes against plan.volume",
+        bound=bound,
+    )
+
+
+def _default_backends(device: str, launched: tuple[int, int] | None) -> list[str]:
+    if device == "cuda":
+        return ["nccl"]
+    return ["gloo"] if launched else ["threads", "gloo"]
+
+
+def _gpus_used(args: argparse.Namespace, world_size: int) -> int:
+    if args.device != "cuda":
+        return 0
+    if torchrun_world() is not None:
+        return min(world_size, torch.cuda.device_count())
+    per_device: int = args.ranks_per_device
+    return -(-world_size // per_device)
+
+
+def _repeat(
+    args: argparse.Namespace,
+    backend: str,
+    world_size: int,
+    settings: Settings,
+    chosen: Sequence[Variant],
+) -> list[list[Outcome]]:
+    """Run one repeat; what ended the ranks becomes every row's error."""
+    try:
+        return on_ranks(
+            boundary_rank,
+            backend=backend,
+            world_size=world_size,
+            device=args.device,
+            ranks_per_device=args.ranks_per_device,
+            timeout_s=args.timeout_s,
+            settings=asdict(settings),
+        )
+    except CaseError as error:
+        texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
+        return [[Outcome(error=text) for _ in chosen] for text in texts]
+
+
+def _last_line(text: str | None) -> str | None:
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[-1] if lines else None
+
+
+def _subject(settings: Settings, variant: Variant, backend: str, world_size: int) -> Subject:
+    plan = settings.plan(world_size)
+    options: dict[str, Any] = {"layout": settings.layout}
+    message = None
+    if variant.mode != "barrier":
+        options["composition"] = variant.composition
+        options["direction"] = variant.direction
+        whole = variant.timer == "graph_replay"
+        end = "received" if variant.mode == "publish_fetch" else "merged"
+        options["region"] = f"staged to {end}" if whole else f"written to {end}"
+        message = sum(part.nbytes for part in settings.parts(plan))
+    return Subject(
+        case="boundary",
+        op=settings.op,
+        mode=variant.mode,
+        provider=backend,
+        timer=variant.timer,
+        world_size=world_size,
+        dtype=settings.dtype,
+        shape={
+            "T_global": None,
+            "T_local": None,
+            "H": settings.heads,
+            "K": settings.key_dim,
+            "V": settings.value_dim,
+            "chunk_size": None,
+            "N": settings.sequences,
+        },
+        message_bytes=message,
+        options=options,
+    )
+
+
+CASE = Case(
+    name="boundary",
+    summary="publish to merged, synchronisation and fold apart, per backend and composition",
+    add_arguments=_add_arguments,
+    measure=_measure,
+)

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a report says about a document, as blocks that ``render`` writes as Markdown or HTML.
+
+Two rules are kept here: ratios appear only under a green gate, beside both absolute times; and a
+document whose ranks shared a device wears a banner.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "Banner",
+    "Block",
+    "Code",
+    "Heading",
+    "Table",
+    "Text",
+    "blocks",
+    "gate_is_green",
+    "label",
+    "shared_device",
+    "varying",
+]
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Heading:
+    """A heading; level 1 is the page's."""
+
+    level: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Banner:
+    """A paragraph that must not be overlooked."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Code:
+    """A command."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; numbers are right-aligned."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[int] = frozenset()
+
+
+Block = Heading | Text | Banner | Code | Table
+
+
+def gate_is_green(document: Mapping[str, Any]) -> bool:
+    """Whether something was checked and nothing failed."""
+    gate = document["gate"]
+    return bool(gate["passed"] > 0 and gate["failed"] == 0)
+
+
+def shared_device(document: Mapping[str, Any]) -> str | None:
+    """Return the warning of a document whose ranks shared a device, else None."""
+    machine = document["machine"]
+    ranks = machine["ranks_per_device"]
+    if ranks <= 1:
+        return None
+    device = (
+        "one GPU" if machine["gpus_used"] else f"one host CPU with {machine['cpu_cores']} cores"
+    )
+    return (
+        f"{ranks} ranks shared {device}. These times compare backends with each other on this machine; "
+        "they say nothing about a network or about NVLink."
+    )
+
+
+def blocks(document: Mapping[str, Any]) -> list[Block]:
+    """Return what a report says about a document, figures aside."""
+    machine = document["machine"]
+    where = machine["gpu_name"] or machine["cpu"]
+    made: list[Block] = [
+        Heading(2, f"{' / '.join(_cases(document))} on {where}, {document['started_utc'][:10]}")
+    ]
+    warning = shared_device(document)
+    if warning:
+        made.append(Banner(warning))
+    gate = document["gate"]
+    counts = f"{gate['passed']} passed, {gate['failed']} failed"
+    if gate_is_green(document):
+        made.append(Text(f"Gate: {counts} ({gate['suite']})."))
+    else:
+        made.append(Banner(f"The gate is not green: {counts}. No ratios are shown."))
+    made.append(Code(_command(document["command"])))
+    common = _common(document["rows"])
+    if common:
+        made.append(Text(f"All rows: {label(document['rows'][0], common)}."))
+    made += _results(document)
+    made += _comparisons(document)
+    made += _without_number(document)
+    made += [Heading(3, "Conditions"), _conditions(document)]
+    return made
+
+
+# --------------------------------------------------------------------------------------------- rows
+
+
+def _cases(document: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(f"bench {row['case']}" for row in document["rows"])) or ["bench"]
+
+
+#: Facts whose values say what they are.
+_SPEAKING = ("op", "dtype", "composition", "direction", "region", "layout")
+
+
+def _facts(row: Row) -> dict[str, Any]:
+    """Everything that tells rows apart beside case, mode, provider and timer."""
+    shape = {name: value for name, value in row["shape"].items() if value is not None}
+    if "T_local" in shape:
+        shape.pop("T_global", None)  # follows from the world size
+    facts = {"op": row["op"], "dtype": row["dtype"], "world_size": row["world_size"]}
+    return {**facts, **shape, **row["options"]}
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Return the names of facts that are not the same in all rows."""
+    facts = [_facts(row) for row in rows]
+    names = dict.fromkeys(name for fact in facts for name in fact)
+    return [name for name in names if len({repr(fact.get(name)) for fact in facts}) > 1]
+
+
+def _common(rows: Sequence[Row]) -> list[str]:
+    different = set(varying(rows))
+    return [name for name in (_facts(rows[0]) if rows else ()) if name not in different]
+
+
+def label(row: Row, names: Sequence[str]) -> str:
+    """Return the given facts of a row in words."""
+    facts = _facts(row)
+    return ", ".join(
+        _plain(facts[name]) if name in _SPEAKING else f"{name} {_plain(facts[name])}"
+        for name in names
+        if name in facts
+    )
+
+
+def _ok(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["status"] == "ok"]
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Row], Any]], ...] = (
+    ("median us", lambda row: _us(row["median_us"])),
+    ("p20 to p80 us", lambda row: f"{_us(row['p20_us'])} to {_us(row['p80_us'])}"),
+    ("min us", lambda row: _us(row["min_us"])),
+    ("samples", lambda row: str(len(row["samples_us"]))),
+    ("received", lambda row: _bytes(row["bytes_received"])),
+    ("GB/s", lambda row: _number(row["bus_bw_gbytes_s"])),
+    ("tokens/s", lambda row: _number(row["tokens_s"])),
+    ("peak memory", lambda row: _bytes(row["peak_mem_bytes"])),
+    ("kernels", lambda row: _number(row["kernels"])),
+    ("% of bound", lambda row: _number(row["percent_of_bound"])),
+    ("max error", lambda row: f"{row['max_abs_err']:.1e}"),
+)
+
+
+def _results(document: Mapping[str, Any]) -> Iterator[Block]:
+    """One table per mode; columns that no row fills are left out."""
+    rows = _ok(document["rows"])
+    everywhere = _common(document["rows"])
+    for mode in dict.fromkeys(row["mode"] for row in rows):
+        group = [row for row in rows if row["mode"] == mode]
+        names = varying(group)
+        cells = [[make(row) for _, make in _COLUMNS] for row in group]
+        used = [i for i in range(len(_COLUMNS)) if any(line[i] for line in cells)]
+        configured = any(label(row, names) for row in group)
+        lead = ("provider", "configuration", "timer") if configured else ("provider", "timer")
+        lines = []
+        for row, line in zip(group, cells, strict=True):
+            what = (label(row, names),) if configured else ()
+            lines.append(
+                (row["provider"], *what, row["timer"], *(str(line[i] or "-") for i in used))
+            )
+        yield Heading(3, _MODES.get(mode, mode))
+        here = label(group[0], [name for name in _common(group) if name not in everywhere])
+        if here:
+            yield Text(f"{here}.")
+        yield Table(
+            (*lead, *(_COLUMNS[i][0] for i in used)),
+            tuple(lines),
+            frozenset(range(len(lead), len(lead) + len(used))),
+        )
+
+
+_MODES = {
+    "fwd": "Forward",
+    "bwd": "Backward",
+    "fwd_bwd": "Forward and backward",
+    "publish_fetch": "Published to received (synchronisation and movement)",
+    "fold": "Fold alone, on recorded summaries",
+    "merge": "Published to merged",
+    "gather": "Gather",
+    "barrier": "Barrier",
+}
+
+
+def _comparisons(document: Mapping[str, Any]) -> Iterator[Block]:
+    """Every row beside the baselines of the same measurement: both times, and the ratio if it may be shown."""
+    rows = _ok(document["rows"])
+    green = gate_is_green(document)
+    lines = []
+    for row in rows:
+        for other in rows:
+            if row is other or not other["baseline"] or _same(row) != _same(other):
+                continue
+            if row["baseline"] and rows.index(row) > rows.index(other):
+                continue  # two baselines meet once
+            line = (
+                row["mode"],
+                row["timer"],
+                row["provider"],
+                _us(row["median_us"]),
+                other["provider"],
+                _us(other["median_us"]),
+            )
+            ratio = row["median_us"] / other["median_us"]
+            lines.append((*line, f"{ratio:.3f}") if green else line)
+    if lines:
+        header = ("mode", "timer", "provider", "median us", "baseline", "baseline median us")
+        yield Heading(3, "Against baselines")
+        yield Table(
+            (*header, "time ratio") if green else header, tuple(lines), frozenset((3, 5, 6))
+        )
+
+
+def _same(row: Row) -> tuple[Any, ...]:
+    """What two rows must share to be compared."""
+    shape = {name: value for name, value in row["shape"].items() if name != "T_global"}
+    alike = tuple(row[name] for name in ("case", "op", "mode", "timer", "dtype"))
+    return (*alike, sorted(shape.items(), key=str))
+
+
+def _without_number(document: Mapping[str, Any]) -> Iterator[Block]:
+    groups: dict[tuple[str, str, str], list[Row]] = {}
+    for row in document["rows"]:
+        if row["status"] != "ok":
+            groups.setdefault((row["provider"], row["status"], row["reason"]), []).append(row)
+    if groups:
+        yield Heading(3, "Rows without a number")
+        yield Table(
+            ("provider", "status", "rows", "reason"),
+            tuple(
+                (provider, status, _kinds(rows), reason)
+                for (provider, status, reason), rows in groups.items()
+            ),
+        )
+
+
+def _kinds(rows: Sequence[Row]) -> str:
+    timers: dict[str, list[str]] = {}
+    for row in rows:
+        timers.setdefault(row["timer"], []).append(row["mode"])
+    return "; ".join(f"{timer}: {', '.join(dict.fromkeys(m))}" for timer, m in timers.items())
+
+
+def _conditions(document: Mapping[str, Any]) -> Table:
+    git, machine = document["git"], document["machine"]
+    commit = git["commit"] or "unknown"
+    state = {True: " with local changes", False: "", None: ""}[git["dirty"]]
+    lines = [("started", document["started_utc"]), ("commit", commit + state)]
+    lines += [("run", document["run_id"])]
+    for name in ("machine", "software", "method"):
+        lines += _flat(document[name])
+    if machine["clocks"]["sm_mhz_before"] is None:
+        lines = [line for line in lines if not line[0].startswith("clocks")]
+    return Table(("", ""), tuple(lines))
+
+
+def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in block.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name} ")
+        elif value is not None:
+            yield f"{prefix}{name.replace('_', ' ')}", _plain(value)
+
+
+# ------------------------------------------------------------------------------------------- formats
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return the command line; a script is named by its file, `__main__.py` by its package."""
+    if not argv:
+        return ""
+    script = Path(argv[0])
+    name = f"python -m {script.parent.name}" if script.name == "__main__.py" else script.name
+    return " ".join([name, *(shlex.quote(word) for word in argv[1:])])
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _us(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, int) or value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _bytes(value: int | None) -> str:
+    if value is None:
+        return ""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value} B"

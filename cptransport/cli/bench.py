@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``cptransport bench CASE``: measure, and write a document of schema ``cptransport.bench/1``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from typing import Any
+
+from cptransport.bench.cases import CASES, add_common_arguments, load_case, run_case
+from cptransport.bench.launch import close_ranks, torchrun_world
+from cptransport.bench.schema import write
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure the boundary of any backend, or a whole op with and without its boundary",
+        description="Measures a case. Every configuration is checked in the same run first; what fails "
+        "stays in the result as a row with its reason. Exit code 1: some row failed.",
+    )
+    cases = parser.add_subparsers(dest="case", required=True, metavar="CASE")
+    for name in CASES:
+        case = load_case(name)
+        options = cases.add_parser(name, help=case.summary, description=case.summary)
+        case.add_arguments(options)
+        add_common_arguments(options)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, then print tables or JSON."""
+    first = (torchrun_world() or (0, 1))[0] == 0
+    try:
+        document = run_case(load_case(args.case), args, _progress if first else _quiet)
+    finally:
+        close_ranks()
+    failed = any(row["status"] == "error" for row in document["rows"])
+    if not first:
+        return int(failed)
+    _clear()
+    if str(args.json) == "-":
+        print(json.dumps(document, indent=1, allow_nan=False))
+        return int(failed)
+    if args.json is not None:
+        write(document, args.json)
+        print(f"wrote {args.json}", file=sys.stderr)
+    from cptransport.bench.render import markdown
+    from cptransport.bench.report import blocks
+
+    print(markdown(blocks(document)))
+    return int(failed)
+
+
+def _progress(text: str, done: float) -> None:
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        bar = f"[{'#' * round(20 * done):<20}] {text}"
+        sys.stderr.write(f"\r\x1b[K{bar[:width]}")
+        sys.stderr.flush()
+
+
+def _quiet(text: str, done: float) -> None:
+    pass
+
+
+def _clear() -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
