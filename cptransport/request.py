@@ -108,7 +108,7 @@ def device_of(ranks: Ranks, device: torch.device | str | int | None) -> torch.de
     if found.type != "cuda" or not torch.cuda.is_available():
         return found
     index = torch.cuda.current_device() if found.index is None else found.index
-    if index >= torch.cuda.device_count():
+    if not 0 <= index < torch.cuda.device_count():  # torch wraps large ones into the negative
         raise BackendError(
             f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices"
         )

@@ -15,6 +15,7 @@ import torch
 
 import cptransport
 from cptransport import env, select
+from cptransport.agreement import Ranks
 from cptransport.errors import (
     BackendContractError,
     BackendError,
@@ -25,6 +26,7 @@ from cptransport.errors import (
     EnvVarError,
     TransportClosedError,
 )
+from cptransport.request import device_of
 
 MakeDistribution = Callable[..., Path]
 
@@ -336,9 +338,44 @@ def test_cuda_without_a_device_cannot_be_served() -> None:
         cptransport.create_transport(device="cuda")
 
 
+def test_cuda_means_the_current_device_and_others_must_exist(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    ranks = Ranks(group=None, world=None, rank=0, world_size=1, control=None)
+    assert device_of(ranks, "cuda") == torch.device("cuda", 1)
+    assert device_of(ranks, 0) == torch.device("cuda", 0)
+    assert device_of(ranks, None) == torch.device(
+        "cpu"
+    )  # no group, so none that talks through CUDA
+    for missing in ("cuda:2", "cuda:999"):
+        with pytest.raises(BackendError, match="torch sees 2 CUDA devices"):
+            device_of(ranks, missing)
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [
+        ("cuda:nccl", "cuda:1"),
+        ("cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo", "cpu"),
+    ],
+)
+def test_the_device_goes_by_what_the_group_talks_through(
+    backends: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backends)
+    ranks = Ranks(group=object(), world=None, rank=0, world_size=2, control=None)
+    assert device_of(ranks, None) == torch.device(device)
+
+
 @pytest.mark.gpu
 def test_a_cuda_device_is_taken_when_asked_for() -> None:
     with cptransport.create_transport(device="cuda") as transport:
         assert transport.device == torch.device("cuda", torch.cuda.current_device())
-    with pytest.raises(BackendError, match="torch sees"):
-        cptransport.create_transport(device="cuda:999")
