@@ -6,7 +6,7 @@ The descriptor is frozen data that can be read without importing any vendor libr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,8 @@ class BackendSpec:
         variables: further ``CULA_CP_*`` variables of its own.
         preferred_engine: name of the engine that ``auto`` tries first on this backend, or None.
         install: how to install what is missing, for messages.
+        advice: ``advice(device)`` returns lines on what in the environment is not as it should be;
+            a warning when a transport is made, an error under strict.
     """
 
     name: str
@@ -79,6 +81,7 @@ class BackendSpec:
     variables: tuple[Variable, ...] = ()
     preferred_engine: str | None = None
     install: str = ""
+    advice: Callable[[Any], Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         if self.api_version != TRANSPORT_API_VERSION:

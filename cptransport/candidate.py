@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class Trial:
         try:
             loaded = registry.load_backend(name)
             registry.check_values(loaded.spec)
-            reason = self._misfit(loaded.spec) or self._ask(loaded)
+            reason = self._misfit(loaded.spec) or self._ask(loaded) or self._advice(loaded.spec)
         except BackendUnavailableError as error:
             reason = str(error)
         except CPTransportError as error:
@@ -145,6 +146,16 @@ class Trial:
                 f"backend {loaded.origin}: probe must return None or a reason, got {reason!r}"
             )
         return reason or ""
+
+    def _advice(self, spec: BackendSpec) -> str:
+        """Warn of what the backend advises about the environment; under strict it is a reason."""
+        lines = list(spec.advice(self._device)) if spec.advice else []
+        text = f"{spec.name} advises: " + "; ".join(lines) if lines else ""
+        if text and any(request.strict for request in self._requests):
+            return text
+        if text:
+            warnings.warn(text, stacklevel=2)
+        return ""
 
     def _make(self, loaded: registry.LoadedBackend, attempt: str) -> BoundaryTransport:
         """Call ``create`` and check what it returns."""

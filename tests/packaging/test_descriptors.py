@@ -27,7 +27,7 @@ VENDOR = {
 }
 
 #: those whose transport exists
-SERVED = {"cupy_ipc", "nccl"}
+SERVED = {"cupy_ipc", "nccl", "nvshmem_barrier", "nvshmem_signal"}
 
 each_backend = pytest.mark.parametrize("name", VENDOR)
 

@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the two NVSHMEM backends share: so far, what this process lacks for NVSHMEM."""
+"""What the two NVSHMEM backends share. Importing this loads no NVSHMEM."""
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
-__all__ = ["__version__", "missing"]
+from cptransport.backend import MAX_RANKS, ControlPlane, OneSidedTransport, group_store
+from cptransport.errors import BackendUnavailableError, TransportError
+from cptransport.transport import Capabilities
+
+__all__ = ["__version__", "advice", "create", "missing"]
 
 try:
     __version__ = version("cptransport-nvshmem-runtime")
@@ -35,3 +42,74 @@ def missing(device: torch.device) -> str | None:
             "(or [cu12], for CUDA 12)"
         )
     return None
+
+
+def advice(connections: int) -> list[str]:
+    """Say what in the environment is not as NVSHMEM wants it here, one line each.
+
+    Args:
+        connections: value of ``CUDA_DEVICE_MAX_CONNECTIONS`` with which the backend was measured.
+    """
+    wanted = {
+        "NVSHMEM_DISABLE_CUDA_VMM": (
+            "1",
+            "peers map symmetric memory without the virtual memory API",
+        ),
+        "CUDA_DEVICE_MAX_CONNECTIONS": (
+            str(connections),
+            "kernels start in the order of their launch",
+        ),
+    }
+    return [
+        f"set {name}={value}: {why}"
+        for name, (value, why) in wanted.items()
+        if os.environ.get(name) != value
+    ]
+
+
+def create(
+    name: str,
+    group: Any,
+    device: Any,
+    timeout_s: float,
+    capabilities: Capabilities,
+    *,
+    barrier: bool,
+) -> OneSidedTransport:
+    """Make a transport on symmetric memory; collective over the group.
+
+    Args:
+        name: of the backend.
+        group, device, timeout_s: as ``BackendSpec.create``.
+        capabilities: of the backend.
+        barrier: order by one barrier per exchange rather than by signals.
+
+    Raises:
+        BackendUnavailableError: alike on all ranks: too many ranks, NVSHMEM does not start or
+            serves others, the heap is too small, or peers' memory is not addressable.
+    """
+    from cptransport_nvshmem_runtime.runtime import acquire
+
+    device = torch.device(device)
+    if device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    world_size = dist.get_world_size(group)
+    if world_size > MAX_RANKS:
+        raise BackendUnavailableError(f"serves up to {MAX_RANKS} ranks, the group has {world_size}")
+    control = ControlPlane(
+        group_store(group, "control"), dist.get_rank(group), world_size, timeout_s
+    )
+    memory = acquire(group, control, device)
+    try:
+        return OneSidedTransport(
+            name,
+            device=device,
+            control=control,
+            timeout_s=timeout_s,
+            capabilities=capabilities,
+            memory=memory,
+            barrier=barrier,
+        )
+    except TransportError as error:
+        memory.close(broken=False)
+        raise BackendUnavailableError(f"{name}: {error}") from error

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backend ``nvshmem_signal``: the descriptor; its transport is not implemented yet."""
+"""Backend ``nvshmem_signal``: symmetric memory, published by signals. Importing this loads no NVSHMEM."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from cptransport.backend import BackendSpec
 from cptransport.errors import BackendUnavailableError
-from cptransport.transport import Capabilities
-from cptransport_nvshmem_runtime import missing
+from cptransport.transport import BoundaryTransport, Capabilities
+from cptransport_nvshmem_runtime import advice, create, missing
 
 __all__ = ["BACKEND", "__version__"]
 
@@ -20,28 +20,35 @@ try:
 except PackageNotFoundError:  # on PYTHONPATH, not installed
     __version__ = "0+unknown"
 
-
-def _why_not(device: torch.device) -> str:
-    return (
-        missing(device)
-        or f"cptransport-nvshmem-signal {__version__} does not implement its transport yet"
-    )
+_CAPABILITIES = Capabilities(
+    device_types=("cuda",), cuda_graph=True, shared_device=True, in_place=True
+)
 
 
 def _probe(group: Any, device: torch.device) -> str | None:
-    return _why_not(device)
+    return missing(torch.device(device))
 
 
-def _create(group: Any, device: torch.device, timeout_s: float, **options: Any) -> NoReturn:
-    raise BackendUnavailableError(_why_not(device))
+def _create(
+    group: Any, device: torch.device, timeout_s: float, **options: Any
+) -> BoundaryTransport:
+    reason = missing(torch.device(device))
+    if reason is not None:
+        raise BackendUnavailableError(reason)
+    return create("nvshmem_signal", group, device, timeout_s, _CAPABILITIES, barrier=False)
+
+
+def _advice(device: torch.device) -> list[str]:
+    return advice(connections=1)
 
 
 BACKEND = BackendSpec(
     name="nvshmem_signal",
     api_version=1,
     summary="NVSHMEM: summaries in symmetric memory, published by signals",
-    capabilities=Capabilities(device_types=("cuda",), cross_host=True),
+    capabilities=_CAPABILITIES,
     probe=_probe,
     create=_create,
+    advice=_advice,
     install="pip install 'cptransport-nvshmem-signal[cu13]' (or [cu12], for CUDA 12)",
 )
