@@ -346,7 +346,6 @@ def test_cuda_means_the_current_device_and_others_must_exist(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     ranks = Ranks(group=None, world=None, rank=0, world_size=1, control=None)
     assert device_of(ranks, "cuda") == torch.device("cuda", 1)
-    assert device_of(ranks, 0) == torch.device("cuda", 0)
     assert device_of(ranks, None) == torch.device(
         "cpu"
     )  # no group, so none that talks through CUDA
