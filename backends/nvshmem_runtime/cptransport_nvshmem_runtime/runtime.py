@@ -66,8 +66,10 @@ def _conflict(members: tuple[int, ...]) -> str:
     if _broken:
         return "NVSHMEM lost a peer earlier in this process and cannot start again"
     if _members is not None and _members != members:
-        return f"NVSHMEM already serves ranks {list(_members)} in this process; it cannot serve "
+        return (
+            f"NVSHMEM already serves ranks {list(_members)} in this process; it cannot serve "
             f"{list(members)} beside them"
+        )
     return ""
 
 
