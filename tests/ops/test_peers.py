@@ -24,6 +24,7 @@ from cptransport import (
     ops,
     threads,
 )
+from cptransport.control import ControlPlane
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check
 from cptransport.testing.op_rank import run_rank
@@ -264,6 +265,28 @@ def test_69_the_wrong_head_count_of_a_log(monkeypatch: pytest.MonkeyPatch) -> No
     for text in threads.run(body, 2, 5.0):
         assert "A_log must be [HV] = [6], got [3]" in text
     check(case, threads.run(lambda transport: run_rank(transport, case), 2, 5.0))
+
+
+def test_a_fast_rank_does_not_get_ahead_of_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts are there and rank 0 has raised what they say, while rank 1 still looks for one."""
+    store = torch.distributed.HashStore()
+    fast, slow = (ControlPlane(store, rank, 2, 5.0) for rank in range(2))
+    fast.begin_step()
+    slow.begin_step()
+    has = ControlPlane._has
+
+    def late(self: ControlPlane, key: str) -> bool:
+        if self is slow and not fast._raised:
+            store.set("agree/1/1", "mine")
+            assert fast.exchange("yours", "inputs") == ["yours", "mine"]
+            fast.report(OpInputError("they differ"), fatal=False)
+            return False
+        return has(self, key)
+
+    monkeypatch.setattr(ControlPlane, "_has", late)
+    assert slow.exchange("mine", "inputs") == ["yours", "mine"]
+    with pytest.raises(PeerFailedError, match="they differ"):  # only a rank that goes on hears it
+        slow.check()
 
 
 def test_the_check_changes_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
