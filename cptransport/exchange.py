@@ -20,13 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cptransport.composition import Fold, Round, Schedule, Source, expand_routes, schedule
+from cptransport.composition import Round, Schedule, expand_routes, schedule
 from cptransport.engines import Need
 from cptransport.errors import CapabilityError
+from cptransport.merge import fold_gathered
 from cptransport.plan import Plan
 from cptransport.precision import ieee_math
 from cptransport.summary import advance
-from cptransport.transport import BoundaryTransport, Gathered, PartSpec, Slot
+from cptransport.transport import BoundaryTransport, PartSpec, Slot
 
 __all__ = ["Exchange", "Wire", "begin"]
 
@@ -144,22 +145,10 @@ class _Gather(Exchange):
 
     def _receive(self, table: Tensor) -> None:
         gathered = self.transport.gather(self._used)
-        for fold in self._round.ranks[self.rank].folds:
-            table[self._rows(fold.target.row)] = self._fold(fold, gathered)
-
-    def _fold(self, fold: Fold, gathered: Gathered) -> Tensor:
-        first, *others = fold.sources
-        state = self._take(gathered, "state", first)
-        for source in others:
-            state = self.advance(
-                self._take(gathered, "transition", source),
-                state,
-                self._take(gathered, "state", source),
-            )
-        return state
-
-    def _take(self, gathered: Gathered, part: str, source: Source) -> Tensor:
-        return gathered.tensor(part, source.rank)[self._rows(source.row)]
+        wire, folds = self.wire, self._round.ranks[self.rank].folds
+        fold_gathered(
+            wire.op, self.schedule.direction, wire.layout, wire.batch, folds, gathered, table
+        )
 
 
 class _Handoff(Exchange):

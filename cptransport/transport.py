@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -279,8 +280,14 @@ class Gathered:
                     values[source].data_ptr() if source in self._present[part] else 0  # type: ignore[union-attr]
                     for source in range(len(values))
                 ]
-                self._addresses[part] = torch.tensor(table, dtype=torch.int64).to(self._device)
+                self._addresses[part] = _address_table(tuple(table), self._device)
         return self._addresses
+
+
+@lru_cache(maxsize=1024)
+def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Upload a table once: buffers come in pairs, so the same few tables return for ever."""
+    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 @runtime_checkable
