@@ -45,7 +45,7 @@ class Ranks:
             store, rank = threads.selection_store()
             control = ControlPlane(store, rank, world.world_size, float(env.TIMEOUT_S.default))
             return cls(None, world, rank, world.world_size, control)
-        if group is None and not dist.is_initialized():
+        if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls(None, None, 0, 1, None)
         group = dist.group.WORLD if group is None else group
         rank = dist.get_rank(group)
@@ -94,7 +94,7 @@ def group_world_size(group: Any = None) -> int:
     """
     if group is None and (world := threads.current_world()) is not None:
         return world.world_size
-    if group is None and not dist.is_initialized():
+    if group is None and not (dist.is_available() and dist.is_initialized()):
         return 1
     require_group_member(dist.get_rank(group))
     return dist.get_world_size(group)

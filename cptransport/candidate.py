@@ -20,6 +20,7 @@ from cptransport.errors import (
     BackendMismatchError,
     BackendUnavailableError,
     CPTransportError,
+    EnvVarError,
 )
 from cptransport.request import Request
 from cptransport.transport import BoundaryTransport
@@ -51,7 +52,8 @@ class Trial:
 
         Raises:
             BackendMismatchError: the ranks hold different versions of it.
-            BackendError, EnvVarError: on some rank it is broken, or a variable of its is not valid.
+            BackendError: on some rank it is broken.
+            EnvVarError: on some rank a variable of its is not valid or, under strict, it has advice.
 
         Collective: over the ranks; the reason and the errors are alike on all.
         """
@@ -59,7 +61,9 @@ class Trial:
         try:
             loaded = registry.load_backend(name)
             registry.check_values(loaded.spec)
-            reason = self._misfit(loaded.spec) or self._ask(loaded) or self._advice(loaded.spec)
+            reason = self._misfit(loaded.spec) or self._ask(loaded)
+            if not reason:
+                self._heed(loaded)
         except BackendUnavailableError as error:
             reason = str(error)
         except CPTransportError as error:
@@ -147,15 +151,22 @@ class Trial:
             )
         return reason or ""
 
-    def _advice(self, spec: BackendSpec) -> str:
-        """Warn of what the backend advises about the environment; under strict it is a reason."""
-        lines = list(spec.advice(self._device)) if spec.advice else []
-        text = f"{spec.name} advises: " + "; ".join(lines) if lines else ""
-        if text and any(request.strict for request in self._requests):
-            return text
-        if text:
-            warnings.warn(text, stacklevel=2)
-        return ""
+    def _heed(self, loaded: registry.LoadedBackend) -> None:
+        """Warn of what the backend advises about this rank's environment; under strict, raise it."""
+        if loaded.spec.advice is None:
+            return
+        try:
+            lines = list(loaded.spec.advice(self._device))
+        except Exception as error:
+            raise BackendContractError(
+                f"backend {loaded.origin}: advice raised {type(error).__name__}: {error}"
+            ) from error
+        if not lines:
+            return
+        text = f"{loaded.spec.name} advises: {'; '.join(lines)}"
+        if any(request.strict for request in self._requests):
+            raise EnvVarError(text)
+        warnings.warn(text, stacklevel=5)
 
     def _make(self, loaded: registry.LoadedBackend, attempt: str) -> BoundaryTransport:
         """Call ``create`` and check what it returns."""

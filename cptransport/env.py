@@ -160,7 +160,7 @@ def check_names(*, strict: bool, declared: Sequence[str] = ()) -> None:
     if strict and messages:
         raise EnvVarError("; ".join(messages))
     for message in messages:
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=5)  # whoever called create_transport
 
 
 def unknown_names(declared: Sequence[str] = ()) -> list[str]:

@@ -73,7 +73,8 @@ def create_transport(
         BackendUnavailableError: it cannot serve and strict forbids a fallback, or nothing can.
         BackendConflictError, BackendContractError, BackendLoadError: a candidate is broken.
         BackendError: a candidate failed in a way of its own; ``__cause__`` is its error.
-        EnvVarError: a ``CULA_CP_*`` variable is not valid.
+        EnvVarError: a ``CULA_CP_*`` variable is not valid; under strict also an unknown name, and what
+            the backend advises about the environment.
         TransportTimeoutError, PeerFailedError: a rank did not come, or left.
 
     Collective: over the group and nobody else. Every error above is raised on all ranks, with the

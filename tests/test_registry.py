@@ -56,9 +56,6 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, f"cptransport_{name}", None)
 
 
-# ------------------------------------------------------------------------------------------------ names
-
-
 def test_own_names_come_first_then_plugins(
     distribution: MakeDistribution, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,9 +145,6 @@ def test_a_reference_to_something_else_breaks_the_contract() -> None:
         registry.load_backend("cptransport.transports.gloo:GlooTransport")
 
 
-# ----------------------------------------------------------------------------------------- broken plugins
-
-
 @pytest.mark.parametrize(
     ("source", "cause"),
     [
@@ -202,9 +196,6 @@ def test_a_registered_module_that_is_gone_counts_as_not_installed(
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(BackendUnavailableError, match="not installed: pip install .*gone"):
         registry.load_backend("gone")
-
-
-# ---------------------------------------------------------------------------------------------- conflicts
 
 
 @pytest.mark.parametrize("name", ["mine", "nccl"])
@@ -271,9 +262,6 @@ def test_what_our_own_package_registers_is_what_its_name_means(
     assert (loaded.spec.summary, loaded.origin.version) == ("moved", "9.9")
 
 
-# ----------------------------------------------------------------------------------------- the contract
-
-
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -295,6 +283,7 @@ def test_what_our_own_package_registers_is_what_its_name_means(
         ("variables=(Variable('CULA_CP_X', '0'),) * 2", "CULA_CP_X"),
         ("variables=(Variable('MY_X', '0'),)", "must start with CULA_CP_"),
         ("preferred_engine=3", "preferred_engine"),
+        ("advice=lambda: []", "advice(device)"),
     ],
 )
 def test_a_descriptor_that_breaks_the_contract_is_refused_with_its_distribution(
@@ -337,9 +326,6 @@ def test_what_can_be_called_as_the_contract_says_is_accepted(
     )
     monkeypatch.syspath_prepend(folder)
     assert registry.load_backend("careful").spec.name == "careful"
-
-
-# ---------------------------------------------------------------------------------------------- variables
 
 
 def test_variables_of_loadable_backends_are_declared(

@@ -151,9 +151,6 @@ def test_variables_are_parsed_strictly(
         cptransport.create_transport()
 
 
-# ----------------------------------------------------------------------------------------------- fallback
-
-
 def test_a_named_backend_that_cannot_serve_falls_back_and_warns_once_per_reason() -> None:
     with pytest.warns(BackendFallbackWarning) as caught:
         chosen = selection(backend="nccl")
@@ -215,9 +212,6 @@ def test_auto_is_loud(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     selection(backend="loopback")
     assert not caplog.records
-
-
-# -------------------------------------------------------------------------------------- what plugins may do
 
 
 def test_what_probe_or_create_refuses_is_passed_over(plugin: Callable[..., None]) -> None:
@@ -298,15 +292,13 @@ def test_a_broken_plugin_that_is_asked_for_raises_its_cause(
     assert selection().chosen == "loopback"
 
 
-# ----------------------------------------------------------------------------------- variables of backends
-
-
 def test_unknown_variables_warn_and_are_errors_under_strict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("CULA_CP_BACKEND", "gloo")
-    with pytest.warns(UserWarning, match="CULA_CP_BACKEND; did you mean 'CULA_CP_COMM_BACKEND'"):
+    with pytest.warns(UserWarning, match="CULA_CP_BACKEND; did you mean") as caught:
         selection()
+    assert caught[0].filename == __file__
     with pytest.raises(EnvVarError, match="CULA_CP_BACKEND"):
         cptransport.create_transport(strict=True)
 
@@ -323,7 +315,22 @@ def test_declared_variables_are_known_and_their_values_checked(
         cptransport.create_transport(backend="deep")
 
 
-# -------------------------------------------------------------------------------------------------- devices
+def test_advice_about_the_environment_warns_and_is_an_error_under_strict(
+    plugin: Callable[..., None],
+) -> None:
+    plugin("wise", "advice=lambda device: [f'set MY_RAILS for {device}', 'unset MY_DEBUG']")
+    words = "wise advises: set MY_RAILS for cpu; unset MY_DEBUG"
+    with pytest.warns(UserWarning, match=words) as caught:
+        assert selection(backend="wise").chosen == "wise"
+    assert caught[0].filename == __file__
+    with pytest.raises(EnvVarError, match=words):
+        cptransport.create_transport(backend="wise", strict=True)
+    assert selection(strict=True).chosen == "loopback"  # nobody asked the wise one
+    plugin("content", "advice=lambda device: []")
+    assert selection(backend="content", strict=True).chosen == "content"
+    plugin("confused", "advice=lambda device: 1 / 0")
+    with pytest.raises(BackendContractError, match="advice raised ZeroDivisionError"):
+        cptransport.create_transport(backend="confused")
 
 
 def test_a_device_is_what_torch_calls_one() -> None:

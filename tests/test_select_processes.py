@@ -45,9 +45,6 @@ BACKEND = replace(gloo.BACKEND, **{{"name": {name!r}, "create": create, **dict({
 """
 
 
-# ----------------------------------------------------------------------------------- what runs on the ranks
-
-
 @contextlib.contextmanager
 def machine(variables: dict[str, str], path: str | None) -> Iterator[None]:
     """Let this rank have an environment and an installation of its own, without the five packages."""
@@ -157,9 +154,6 @@ def one_dies(ranks: Ranks) -> Any:
         cptransport.create_transport(timeout_s=1)
     assert time.monotonic() - start < 3
     return "told"
-
-
-# -------------------------------------------------------------------------------------------------- the tests
 
 
 def on_ranks(case: Callable[..., Any] = choose, **arguments: Any) -> list[Any]:

@@ -174,9 +174,6 @@ def test_one_warning_per_process_and_reason() -> None:
     assert len(caught) == 1
 
 
-# --------------------------------------------------------------------------------------------- disagreement
-
-
 @pytest.mark.parametrize("strict", [False, True])
 def test_different_names_are_a_mismatch_everywhere(strict: bool) -> None:
     results = choose(3, backend=("threads", "gloo", "threads"), strict=strict)
@@ -203,9 +200,6 @@ def test_strict_on_one_rank_is_strict_on_all() -> None:
     results = choose(2, backend="threads", strict=(False, True))
     assert [strict for _, strict in results] == [True, True]
     same_error(choose(2, backend="gloo", strict=(False, True)), BackendUnavailableError)
-
-
-# ------------------------------------------------------------------------------------ trouble on one rank only
 
 
 @pytest.mark.parametrize("where", ["probe", "create", "made"])
@@ -292,9 +286,6 @@ def test_a_backend_may_make_its_transport_of_another(plugin: Callable[..., None]
     module.BACKEND = replace(module.BACKEND, create=create)
     for selection, _ in choose(3, backend="wrapper"):
         assert selection.chosen == "wrapper"
-
-
-# ----------------------------------------------------------------------------------------------- waits end
 
 
 def test_a_rank_that_never_comes_is_named_within_the_limit() -> None:

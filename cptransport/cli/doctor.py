@@ -89,6 +89,7 @@ def _backend(name: str) -> dict[str, Any]:
         "install": "",
         "distribution": None,
         "summary": "",
+        "advice": [],
     }
     try:
         origin = registry.find_backend(name)
@@ -108,6 +109,7 @@ def _backend(name: str) -> dict[str, Any]:
         "reason": reason,
         "install": origin.install or loaded.spec.install,
         "summary": loaded.spec.summary,
+        "advice": _advice(loaded) if reason is None else [],
     }
 
 
@@ -130,6 +132,16 @@ def _probe(loaded: registry.LoadedBackend, device: torch.device) -> str | None:
     if device.type not in types:
         return f"needs a {' or '.join(types)} device, not {device}"
     return loaded.spec.probe(None, device)
+
+
+def _advice(loaded: registry.LoadedBackend) -> list[str]:
+    """Return what a usable backend says about the environment."""
+    if loaded.spec.advice is None:
+        return []
+    try:
+        return list(loaded.spec.advice(_devices()[0]))
+    except Exception as error:
+        return [f"broken: advice raised {type(error).__name__}: {error}"]
 
 
 def _devices() -> list[torch.device]:
@@ -221,6 +233,11 @@ def _text(report: dict[str, Any]) -> str:
         "versions     " + ", ".join(f"{k} {v or '-'}" for k, v in report["versions"].items()),
     ]
     lines += [f"environment  {name}={value}" for name, value in report["environment"].items()]
+    lines += [
+        f"advice       {row['name']}: {line}"
+        for row in report["backends"]
+        for line in row["advice"]
+    ]
     lines += [f"problem      {problem}" for problem in report["problems"]]
     return "\n".join(lines)
 

@@ -142,6 +142,20 @@ def test_plugins_in_every_state_are_listed(
     assert found["gloo"]["usable"]
 
 
+def test_advice_is_listed(
+    install: Callable[..., None],
+    report: Callable[[], dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source = PLUGIN.format(name="wise", probe="lambda group, device: None")
+    install("wise", source + "\nBACKEND = replace(BACKEND, advice=lambda device: ['set MY_RAILS'])")
+    found = rows(report())
+    assert (found["wise"]["usable"], found["wise"]["advice"]) == (True, ["set MY_RAILS"])
+    assert found["gloo"]["advice"] == []
+    cli.main(["doctor"])
+    assert "advice       wise: set MY_RAILS" in capsys.readouterr().out
+
+
 def test_versions_and_environment_are_reported(
     report: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
