@@ -200,7 +200,7 @@ def _results(document: Mapping[str, Any]) -> Iterator[Block]:
         yield Heading(3, _MODES.get(mode, mode))
         here = label(group[0], [name for name in _common(group) if name not in everywhere])
         if here:
-            yield Text(f"{here}.")
+            yield Text(f"All of these: {here}.")
         yield Table(
             (*lead, *(_COLUMNS[i][0] for i in used)),
             tuple(lines),

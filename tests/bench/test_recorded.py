@@ -12,7 +12,12 @@ from torch import Tensor
 
 from cptransport import CPContext, PartSpec, Slot, TransportError, build_plan
 from cptransport.errors import GenerationError
-from cptransport.ops import chunk_kda, mamba_split_conv1d_scan_combined
+from cptransport.ops import (
+    chunk_kda,
+    kda_backward,
+    kda_forward,
+    mamba_split_conv1d_scan_combined,
+)
 from cptransport.testing.recorded import RecordedTransport, record
 from cptransport.transport import BoundaryTransport
 
@@ -187,3 +192,53 @@ def test_checks_between_ranks_pass_without_peers(monkeypatch: pytest.MonkeyPatch
     step = step_of("kda", "contiguous")
     results, recordings = record(step, WORLD_SIZE)
     assert_same_bits(step(RecordedTransport(recordings[2])), results[2])
+
+
+@pytest.mark.gpu
+def test_verbs_on_cuda_can_be_captured_and_never_wait_for_the_device() -> None:
+    routes = frozenset({(0, 1), (1, 0)})
+    slot = Slot("s", (PartSpec("state", (64, 64), torch.float32, routes),))
+    mine = torch.zeros(64, 64, device="cuda:0")
+
+    def exchange(transport: BoundaryTransport) -> tuple[Tensor, Tensor]:
+        transport.stage(slot)["state"].copy_(mine + transport.rank)
+        transport.publish(slot)
+        gathered = transport.gather(slot)
+        both = gathered.tensor("state", 0) + 10 * gathered.tensor("state", 1)
+        return both, gathered.addresses["state"]
+
+    results, recordings = record(exchange, 2, device="cuda:0")
+    alone = RecordedTransport(recordings[0])
+    assert alone.device == torch.device("cuda", 0)
+    for _ in range(2):
+        assert torch.equal(exchange(alone)[0], results[0][0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        exchange(alone)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, table = exchange(alone)
+    mine.fill_(5)
+    graph.replay()
+    assert torch.equal(captured, torch.full_like(mine, 5 + 10))
+    assert (table != 0).all()
+
+
+@pytest.mark.gpu
+def test_replay_on_cuda_gives_the_bits_of_the_run_on_all_ranks() -> None:
+    plan = build_plan(CU_SEQLENS, world_size=WORLD_SIZE)
+    everything = {name: x.cuda() for name, x in kda_inputs(plan.total_rows).items()}
+
+    def step(transport: BoundaryTransport) -> dict[str, Tensor]:
+        local = {name: plan.shard(x, transport.rank) for name, x in everything.items()}
+        do, cp = local.pop("do"), CPContext(plan, transport)
+        result = kda_forward(**local, cp_context=cp, engine="torch")
+        grads = kda_backward(result.saved, do)
+        return {"o": result.o, **{name: getattr(grads, f"d{name}") for name in local}}
+
+    results, recordings = record(step, WORLD_SIZE, device="cuda:0")
+    for rank, recording in enumerate(recordings):
+        assert_same_bits(step(RecordedTransport(recording)), results[rank])

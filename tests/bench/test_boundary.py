@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``bench boundary`` and the whole-op benches on real ranks, small; and what they do when something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cptransport.bench import boundary, boundary_rank, layer_stage
+from cptransport.bench.cases import add_common_arguments, load_case, run_case
+from cptransport.bench.schema import SchemaError, problems
+from cptransport.cli import main
+
+SMALL = ["--heads", "2", "--key-dim", "4", "--value-dim", "3"]
+SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2", "--device", "cpu"]
+
+
+def bench(name: str, *arguments: str) -> dict[str, Any]:
+    case = load_case(name)
+    parser = argparse.ArgumentParser()
+    case.add_arguments(parser)
+    add_common_arguments(parser)
+    args = parser.parse_args([*arguments, *SHORT])
+    made = run_case(case, args, lambda text, done: None, ["cptransport", "bench", name])
+    assert problems(made) == []
+    return made
+
+
+def by_status(made: dict[str, Any], status: str) -> list[dict[str, Any]]:
+    return [row for row in made["rows"] if row["status"] == status]
+
+
+@pytest.mark.parametrize("op", ["kda", "ssd"])
+def test_boundary_on_threads_and_gloo(op: str) -> None:
+    both = ["--backend", "threads", "--backend", "gloo", "--direction", "forward"]
+    layout = ["--layout", "zigzag", "--direction", "backward"]
+    made = bench("boundary", *both, *layout, "--world-size", "3", "--op", op, *SMALL)
+    assert by_status(made, "error") == []
+    good = by_status(made, "ok")
+    assert made["gate"]["passed"] == len(good) == 2 * (1 + 2 * (2 + 3))
+    assert {row["reason"] for row in by_status(made, "skipped")} == {
+        "CUDA graphs need a CUDA device"
+    }
+    for row in good:
+        assert len(row["samples_us"]) == 4
+        assert min(row["samples_us"]) > 0
+    moved = [row for row in good if row["mode"] in ("merge", "publish_fetch")]
+    assert all(row["bytes_received"] == row["bytes_expected"] > 0 for row in moved)
+    of = {
+        (r["provider"], r["options"]["composition"], r["options"]["direction"], r["mode"]): r
+        for r in moved
+    }
+    for (provider, *rest), row in of.items():
+        assert row["bytes_received"] == of[("threads", *rest)]["bytes_received"], provider
+    # Zigzag over 3 ranks: 5 segments in a chain, so somebody receives more by gather than by handoff.
+    gather = of["gloo", "gather", "forward", "merge"]["bytes_received"]
+    assert gather > of["gloo", "handoff", "forward", "merge"]["bytes_received"]
+    assert made["machine"]["ranks_per_device"] == 3
+
+
+def test_a_wrong_summary_is_an_error_row_and_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = boundary_rank._Boundary.ready
+
+    def spoilt(self: Any, variant: Any, outcome: Any) -> Any:
+        if self.transport.rank == 0:  # what it sends is not what its peers expect
+            self.payload[0]["state"].fill_(3.0)
+        return ready(self, variant, outcome)
+
+    monkeypatch.setattr(boundary_rank._Boundary, "ready", spoilt)
+    made = bench("boundary", "--backend", "threads", "--world-size", "3", *SMALL)
+    failed = by_status(made, "error")
+    assert {row["mode"] for row in failed} == {"merge", "fold", "publish_fetch"}
+    assert all(
+        "rank 1, 2: verification failed: " in row["reason"]
+        or "rank 1: verification failed: " in row["reason"]
+        for row in failed
+    )
+    assert all(row["samples_us"] == [] for row in failed)
+    assert made["gate"]["failed"] == len(failed)
+    # What moves no summary is measured all the same.
+    assert {row["mode"] for row in by_status(made, "ok")} == {"barrier"}
+
+
+def test_bytes_that_the_plan_does_not_say_are_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cptransport.volume import Volume
+
+    fewer = Volume([0] * 3, [0] * 3)
+    monkeypatch.setattr("cptransport.plan.Plan.volume", lambda *_: fewer)
+    made = bench("boundary", "--backend", "threads", "--world-size", "3", *SMALL)
+    failed = by_status(made, "error")
+    assert {row["mode"] for row in failed} == {"merge", "publish_fetch"}
+    assert all("bytes where the plan says 0" in row["reason"] for row in failed)
+
+
+def test_a_backend_that_cannot_serve_is_skipped_with_its_reason() -> None:
+    made = bench("boundary", "--backend", "nccl", "--world-size", "2", *SMALL)
+    assert by_status(made, "ok") == []
+    assert {row["status"] for row in made["rows"]} == {"skipped"}
+    assert all("nccl" in row["reason"] for row in made["rows"])
+
+
+def test_ranks_that_end_make_error_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "boundary_rank", "cptransport.bench.boundary_rank:no_such_case")
+    made = bench("boundary", "--backend", "gloo", "--world-size", "2", *SMALL)
+    assert {row["status"] for row in made["rows"]} == {"error"}
+    assert all("no_such_case" in row["reason"] for row in made["rows"])
+
+
+def test_barrier_that_lets_a_rank_go_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cptransport.transports.threads import ThreadTransport
+
+    monkeypatch.setattr(ThreadTransport, "_barrier", lambda self: None)
+    monkeypatch.setattr(
+        boundary_rank._Boundary,
+        "_verify_barrier",
+        _late_on_rank_0(boundary_rank._Boundary._verify_barrier),
+    )
+    made = bench("boundary", "--backend", "threads", "--world-size", "2", *SMALL)
+    (row,) = [row for row in made["rows"] if row["mode"] == "barrier"]
+    assert "left the barrier when 1 ranks had arrived" in row["reason"]
+
+
+def _late_on_rank_0(verify: Any) -> Any:
+    import time
+
+    def late(self: Any, body: Any) -> None:
+        time.sleep(0.3 if self.transport.rank == 0 else 0)
+        verify(self, body)
+
+    return late
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("kda", ["--heads", "2", "--key-dim", "8", "--value-dim", "4", "--baseline", "fla"]),
+        ("mamba2", ["--heads", "2", "--headdim", "4", "--dstate", "8", "--chunk-size", "16"]),
+    ],
+)
+def test_whole_op_on_the_interior_rank(name: str, sizes: list[str]) -> None:
+    made = bench(name, "--tokens", "40", *sizes)
+    assert by_status(made, "error") == []
+    good = {(row["provider"], row["mode"]): row for row in by_status(made, "ok")}
+    assert set(good) == {
+        (provider, mode)
+        for provider in ("cptransport-cp", "cptransport")
+        for mode in ("fwd", "fwd_bwd")
+    }
+    cp = good["cptransport-cp", "fwd_bwd"]
+    assert cp["max_abs_err"] == 0.0  # bit for bit what the rank gave among its peers
+    assert (
+        cp["bytes_received"]
+        == cp["bytes_expected"]
+        > good["cptransport-cp", "fwd"]["bytes_received"]
+    )
+    assert good["cptransport", "fwd"]["baseline"]
+    assert all(row["options"]["engine"] == "torch" for row in good.values())
+    absent = [row for row in by_status(made, "skipped") if row["provider"] == "fla"]
+    assert all(row["reason"].startswith("fla ") for row in absent)
+
+
+def test_ranks_that_disagree_with_the_unsharded_op_leave_no_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_stage, "SHARDED", dict.fromkeys(layer_stage.SHARDED, 0.0))
+    made = bench("kda", "--tokens", "40", "--heads", "1", "--key-dim", "8", "--value-dim", "4")
+    failed = by_status(made, "error")
+    assert {row["provider"] for row in failed} == {"cptransport-cp"}
+    assert all("sharded, is off by" in row["reason"] for row in failed)
+    assert {row["provider"] for row in by_status(made, "ok")} == {"cptransport"}
+
+
+def test_an_outside_gate_is_counted_in(tmp_path: Path) -> None:
+    path = tmp_path / "conformance.json"
+    path.write_text(json.dumps({"suite": "contract", "counts": {"passed": 7, "failed": 2}}))
+    small = ["--backend", "threads", "--world-size", "2", "--composition", "gather", *SMALL]
+    made = bench("boundary", *small, "--gate", str(path))
+    assert made["gate"] == {
+        "suite": "verification of every configuration in the run (bench boundary); contract",
+        "passed": 7 + len(by_status(made, "ok")),
+        "failed": 2,
+        "report_path": str(path),
+    }
+    path.write_text("{}")
+    with pytest.raises(SchemaError, match="no counts"):
+        bench("boundary", *small, "--gate", str(path))
+
+
+def test_the_command_measures_writes_and_reports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.json"
+    arguments = ["--backend", "threads", "--world-size", "2", *SMALL, *SHORT]
+    assert main(["bench", "boundary", *arguments, "--json", str(run)]) == 0
+    assert "### Published to merged" in capsys.readouterr().out
+    assert main(["bench", "boundary", *arguments, "--json", "-"]) == 0
+    assert problems(json.loads(capsys.readouterr().out)) == []
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "report.html").exists()
+    run.write_text("{}")
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) != 0
+    assert "is not of schema" in capsys.readouterr().err
+
+
+def test_the_command_fails_when_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary_rank, "relative_error", lambda *_: 1.0)
+    arguments = ["--backend", "threads", "--world-size", "2", *SMALL, *SHORT]
+    assert main(["bench", "boundary", *arguments]) == 1
+
+
+def test_one_rank_has_no_boundary(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "boundary", "--world-size", "1", *SHORT]) != 0
+    assert "needs at least 2 ranks" in capsys.readouterr().err
