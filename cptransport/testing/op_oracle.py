@@ -231,13 +231,13 @@ def planned_bytes(case: OpCase, direction: str) -> dict[str, list[int]]:
     }
 
 
-def check(case: OpCase, runs: Sequence[RankRun]) -> list[Comparison]:
-    """Judge, and fail when a comparison does not hold.
+def check(case: OpCase, runs: Sequence[RankRun], *, exact_bytes: bool = True) -> list[Comparison]:
+    """Judge, and fail when a comparison does not hold. Arguments as ``judge``.
 
     Raises:
         AssertionError: lists what is wrong, and how to call it again.
     """
-    comparisons = judge(case, runs)
+    comparisons = judge(case, runs, exact_bytes=exact_bytes)
     wrong = [str(each) for each in comparisons if not each.ok]
     assert not wrong, "\n".join(
         [f"{len(wrong)} of {len(comparisons)} comparisons are wrong", *wrong, repr(case.spec)]

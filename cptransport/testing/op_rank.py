@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from cptransport import env, ops
 from cptransport.context import CPContext
 from cptransport.testing.op_cases import INITIAL, OpCase, OpSpec, owned_states
-from cptransport.transport import BoundaryTransport, TransportStats
+from cptransport.transport import BoundaryTransport
 from cptransport.transports import threads
 
-__all__ = ["RankRun", "call", "run_rank", "run_specs", "run_threads", "settings"]
-
-_DIRECTIONS = ("forward", "backward")
+__all__ = ["RankCall", "RankRun", "call", "run_rank", "run_specs", "run_threads", "settings"]
 
 
 @dataclass(frozen=True)
@@ -42,99 +41,149 @@ class RankRun:
     record: ops.RunRecord | None
 
 
-def run_rank(transport: BoundaryTransport, case: OpCase) -> RankRun:
-    """Run one rank's half of a call, forward and backward.
+class RankCall:
+    """One rank's half of a call, in two steps, so that several can be in flight.
 
     Args:
         transport: of the world size of the plan; its device is the call's device.
         case: the whole call, the same on every rank.
-
-    Collective: yes.
     """
-    spec, rank = case.spec, transport.rank
-    leaves = {
-        name: _leaf(case.plan.shard(x, rank), transport.device, spec.strided)
-        for name, x in case.tokens.items()
-    }
-    leaves.update({n: _leaf(x, transport.device) for n, x in case.parameters.items()})
-    if case.initial is not None:
-        leaves[INITIAL[spec.op]] = _leaf(case.initial, transport.device)
-    grad_output = case.plan.shard(case.grad_output, rank).clone()
-    local_padding = torch.isin(case.plan.for_rank(rank).index, case.padding_rows)
-    grad_output[:, local_padding] = spec.padding
-    # What a rank says about states that it does not own must not count.
-    grad_final = torch.full_like(case.grad_final, torch.nan)
-    owned = owned_states(case.plan, rank, spec.batch)
-    grad_final[owned] = case.grad_final[owned]
-    has_loss = spec.loss_ranks is None or rank in spec.loss_ranks
-    grad_output = _strided(grad_output) if spec.strided else grad_output
-    grads = (
-        grad_output.to(transport.device) if "output" in spec.loss else None,
-        grad_final.to(transport.device) if "final" in spec.loss else None,
-    )
-    context = CPContext(case.plan, transport)
-    with settings(spec):
-        if spec.explicit:
-            run = _run_explicit(spec, context, leaves, grads)
-        else:
-            run = _run_autograd(spec, context, leaves, grads if has_loss else None)
-    return run
+
+    def __init__(self, transport: BoundaryTransport, case: OpCase) -> None:
+        spec, rank, device = case.spec, transport.rank, transport.device
+        self.case = case
+        self.context = CPContext(case.plan, transport)
+        self.leaves = {
+            name: _leaf(case.plan.shard(x, rank), device, spec.strided)
+            for name, x in case.tokens.items()
+        }
+        self.leaves.update({name: _leaf(x, device) for name, x in case.parameters.items()})
+        if case.initial is not None:
+            self.leaves[INITIAL[spec.op]] = _leaf(case.initial, device)
+        self.output = self.final = torch.empty(0)
+        self._record: ops.RunRecord | None = None
+        self._received: dict[str, dict[str, int]] = {}
+        self._saved: Any = None
+
+    def forward(self) -> RankCall:
+        """Run the forward; collective."""
+        spec = self.case.spec
+        with self._counting("forward"):
+            if spec.explicit:
+                run = _explicit_forward(spec, self.context, self.leaves)
+                self.output, self.final, self._saved = run
+            else:
+                self.output, self.final = call(spec, self.context, self.leaves)
+        self._record = ops.last_run()
+        return self
+
+    def checkpointed(self, use_reentrant: bool) -> RankCall:
+        """Run the forward under activation checkpointing; the backward runs it again."""
+        names = list(self.leaves)
+
+        def layer(*values: Tensor) -> tuple[Tensor, Tensor]:
+            own = [2 * value for value in values]  # something of the layer's own to recompute
+            inputs = {name: x / 2 for name, x in zip(names, own, strict=True)}
+            return call(self.case.spec, self.context, inputs)
+
+        with self._counting("forward"):
+            self.output, self.final = checkpoint(
+                layer, *self.leaves.values(), use_reentrant=use_reentrant
+            )
+        self._record = ops.last_run()
+        return self
+
+    def backward(self) -> RankRun:
+        """Run the backward and return all that this rank has; collective."""
+        spec = self.case.spec
+        grads = self._entering()
+        with self._counting("backward"):
+            if spec.explicit:
+                found = _explicit_backward(spec, self._saved, self.leaves, self.output, grads)
+            else:
+                self._autograd(grads)
+                found = self.gradients()
+        return RankRun(
+            self.output.detach().cpu(),
+            self.final.detach().cpu(),
+            {name: grad.detach().cpu() for name, grad in found.items()},
+            self._received,
+            self._record,
+        )
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what autograd left in the leaves."""
+        return {name: leaf.grad for name, leaf in self.leaves.items() if leaf.grad is not None}
+
+    def _autograd(self, grads: _Grads) -> None:
+        ranks = self.case.spec.loss_ranks
+        if ranks is not None and self.context.rank not in ranks:
+            constant = torch.zeros((), device=self.output.device)
+            torch.autograd.backward([ops.join_backward(constant, self.output, self.final)])
+            return
+        pairs = zip((self.output, self.final), grads, strict=True)
+        ends = [(x, grad) for x, grad in pairs if grad is not None]
+        torch.autograd.backward([x for x, _ in ends], [grad for _, grad in ends])
+
+    def _entering(self) -> _Grads:
+        """Return the gradients of output and final states; None where the loss is not."""
+        case, spec, rank = self.case, self.case.spec, self.context.rank
+        device = self.context.transport.device
+        output = case.plan.shard(case.grad_output, rank).clone()
+        output[:, torch.isin(case.plan.for_rank(rank).index, case.padding_rows)] = spec.padding
+        # What a rank says about states that it does not own must not count.
+        final = torch.full_like(case.grad_final, torch.nan)
+        owned = owned_states(case.plan, rank, spec.batch)
+        final[owned] = case.grad_final[owned]
+        output = _strided(output) if spec.strided else output
+        return (
+            output.to(device) if "output" in spec.loss else None,
+            final.to(device) if "final" in spec.loss else None,
+        )
+
+    @contextmanager
+    def _counting(self, direction: str) -> Iterator[None]:
+        before = self.context.transport.stats().by_part
+        with settings(self.case.spec):
+            yield
+        self._received[direction] = {
+            part: counted.bytes_received - (before[part].bytes_received if part in before else 0)
+            for part, counted in self.context.transport.stats().by_part.items()
+        }
+
+
+def run_rank(transport: BoundaryTransport, case: OpCase) -> RankRun:
+    """Run one rank's half of a call, forward and backward; collective."""
+    return RankCall(transport, case).forward().backward()
 
 
 _Grads = tuple[Tensor | None, Tensor | None]
 
 
-def _run_autograd(
-    spec: OpSpec, context: CPContext, leaves: dict[str, Tensor], grads: _Grads | None
-) -> RankRun:
-    before = context.transport.stats()
-    output, final = call(spec, context, leaves)
-    middle = context.transport.stats()
-    record = ops.last_run()
-    if grads is None:
-        constant = torch.zeros((), device=output.device)
-        torch.autograd.backward([ops.join_backward(constant, output, final)])
-    else:
-        pairs = [(x, d) for x, d in zip((output, final), grads, strict=True) if d is not None]
-        torch.autograd.backward([x for x, _ in pairs], [d for _, d in pairs])
-    after = context.transport.stats()
-    found = {name: _gradient(name, leaf) for name, leaf in leaves.items()}
-    return _rank_run(output, final, found, (before, middle, after), record)
-
-
-def _run_explicit(
-    spec: OpSpec, context: CPContext, leaves: dict[str, Tensor], grads: _Grads
-) -> RankRun:
-    before = context.transport.stats()
-    given: dict[str, Any] = {name: leaf.detach() for name, leaf in leaves.items()}
+def _explicit_forward(
+    spec: OpSpec, context: CPContext, leaves: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor, Any]:
+    shared: dict[str, Any] = {name: leaf.detach() for name, leaf in leaves.items()}
+    shared.update(spec.options, engine=spec.engine, cp_context=context)
     if spec.op == "kda":
-        kda = ops.kda_forward(
-            **given,
-            **spec.options,
-            engine=spec.engine,
-            cp_context=context,
-            output_final_state=True,
-        )
-        output, final, record = kda.o, kda.final_state, ops.last_run()
-        middle = context.transport.stats()
-        back: Any = ops.kda_backward(kda.saved, _zeros_if_none(grads[0], output), grads[1])
+        kda = ops.kda_forward(**shared, output_final_state=True)
+        output, final, saved = kda.o, kda.final_state, kda.saved
     elif spec.op == "ssd":
-        ssd = ops.ssd_forward(
-            **given,
-            **spec.options,
-            engine=spec.engine,
-            cp_context=context,
-            return_final_states=True,
-        )
-        output, final, record = ssd.y, ssd.final_states, ops.last_run()
-        middle = context.transport.stats()
-        back = ops.ssd_backward(ssd.saved, _zeros_if_none(grads[0], output), grads[1])
+        ssd = ops.ssd_forward(**shared, return_final_states=True)
+        output, final, saved = ssd.y, ssd.final_states, ssd.saved
     else:
         raise ValueError(f"{spec.op} has no explicit forward and backward")
     assert final is not None
-    found = {name: getattr(back, f"d{name}") for name in leaves}
-    stats = (before, middle, context.transport.stats())
-    return _rank_run(output, final, found, stats, record)
+    return output, final, saved
+
+
+def _explicit_backward(
+    spec: OpSpec, saved: Any, leaves: Mapping[str, Tensor], output: Tensor, grads: _Grads
+) -> dict[str, Tensor]:
+    entering = torch.zeros_like(output) if grads[0] is None else grads[0]
+    run: Any = ops.kda_backward if spec.op == "kda" else ops.ssd_backward
+    found = run(saved, entering, grads[1])
+    return {name: getattr(found, f"d{name}") for name in leaves}
 
 
 def call(spec: OpSpec, context: CPContext, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -190,37 +239,6 @@ def _strided(x: Tensor) -> Tensor:
     wide = x.new_full((x.shape[1], x.shape[0], *x.shape[2:-1], x.shape[-1] + 3), torch.nan)
     view = wide.transpose(0, 1)[..., 1:-2]
     return view.copy_(x)
-
-
-def _gradient(name: str, leaf: Tensor) -> Tensor:
-    assert leaf.grad is not None, f"{name} got no gradient"
-    return leaf.grad
-
-
-def _zeros_if_none(grad: Tensor | None, like: Tensor) -> Tensor:
-    return torch.zeros_like(like) if grad is None else grad
-
-
-def _rank_run(
-    output: Tensor,
-    final: Tensor,
-    grads: Mapping[str, Tensor],
-    stats: tuple[TransportStats, TransportStats, TransportStats],
-    record: ops.RunRecord | None,
-) -> RankRun:
-    moved = {
-        direction: {
-            part: counted.bytes_received - _received(stats[i], part)
-            for part, counted in stats[i + 1].by_part.items()
-        }
-        for i, direction in enumerate(_DIRECTIONS)
-    }
-    on_host = {name: grad.detach().cpu() for name, grad in grads.items()}
-    return RankRun(output.detach().cpu(), final.detach().cpu(), on_host, moved, record)
-
-
-def _received(stats: TransportStats, part: str) -> int:
-    return stats.by_part[part].bytes_received if part in stats.by_part else 0
 
 
 def run_specs(transport: BoundaryTransport, specs: Sequence[Mapping[str, Any]]) -> list[RankRun]:

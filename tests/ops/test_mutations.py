@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cptransport import composition, exchange, halo, layouts, plan
+from cptransport import composition, exchange, halo, layouts, merge, plan, summary
 from cptransport.ops import call as orchestration
 from cptransport.ops import conv1d
 from cptransport.testing.op_cases import OpCase, OpSpec
@@ -92,18 +92,25 @@ def test_dropping_the_reverse_exchange(name: str, monkeypatch: pytest.MonkeyPatc
     assert names(found) >= ({"dk", "dv", "dg", "dbeta"} if name != "ssd" else {"dx", "dB", "ddt"})
 
 
+def replace_advance(
+    monkeypatch: pytest.MonkeyPatch, advance: Callable[..., summary.Advance]
+) -> None:
+    """Replace the step of all folds: of gathered summaries, and of a handoff."""
+    for module in (exchange, merge):
+        monkeypatch.setattr(module, "advance", advance)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("name", ["kda", "square", "zigzag", "handoff"])
 def test_transposing_the_transition(
     name: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = exchange.advance
     other = {"forward": "backward", "backward": "forward"}
 
-    def advance(op: str, which: str, layout: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        return right(op, other[which] if which == direction else which, layout)
+    def advance(op: str, which: str, layout: str) -> summary.Advance:
+        return summary.advance(op, other[which] if which == direction else which, layout)
 
-    monkeypatch.setattr(exchange, "advance", advance)
+    replace_advance(monkeypatch, advance)
     found = wrong(name)
     expected = {"output"} if direction == "forward" else {"dk", "dv"}
     assert names(found) >= expected, [str(each) for each in found]
@@ -112,7 +119,7 @@ def test_transposing_the_transition(
 @pytest.mark.parametrize("name", ["kda", "ssd"])
 def test_dropping_the_transition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Report 23: the approximation that forgets what an interior segment lets through."""
-    monkeypatch.setattr(exchange, "advance", lambda *_: lambda transition, state, summary: summary)
+    replace_advance(monkeypatch, lambda *_: lambda transition, state, summary: summary)
     assert "output" in names(wrong(name))
 
 
