@@ -90,6 +90,8 @@ class ContractTests:
     ranks_per_device: ClassVar[int] = 1
     #: None: threads for the backend ``threads``, processes for all others.
     processes: ClassVar[bool | None] = None
+    #: Limit of waits where a test does not set its own.
+    timeout_s: ClassVar[float] = 20.0
 
     def make_options(self) -> dict[str, str]:
         """Return environment variables of the rank processes."""
@@ -131,7 +133,13 @@ class ContractTests:
             kwargs["figures"] = asdict(figures)
             if figures is FULL:
                 watchdog_s = max(watchdog_s, 600.0)
-        return self.pool(world_size).run(case, transport=False, timeout_s=watchdog_s, **kwargs)
+        return self.pool(world_size).run(
+            case,
+            transport=False,
+            timeout_s=watchdog_s,
+            transport_timeout_s=self.timeout_s,
+            **kwargs,
+        )
 
     @pytest.fixture(autouse=True)
     def _needs(self, request: pytest.FixtureRequest) -> None:

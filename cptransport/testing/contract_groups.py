@@ -124,8 +124,10 @@ def _forget(ranks: Ranks) -> None:
     other = ranks.create()
     if ranks.rank == 0:
         ranks.forget(transport)
+        start = time.monotonic()
         del transport
         gc.collect()
+        assert time.monotonic() - start < 1.0, "collecting a transport waited for somebody"
     _exchange(other, "other", 1, list(range(ranks.world_size)))
     ranks.sync()
     if ranks.rank != 0:

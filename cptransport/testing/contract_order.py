@@ -139,7 +139,7 @@ def _barrier_among_verbs(ranks: Ranks) -> None:
             transport.barrier()
             settle(transport)
             for peer in range(size):
-                ranks.ask(f"{number}/{peer}", timeout_s=0.5)
+                ranks.ask(f"{number}/{peer}", limit_s=0.5)
         for source in range(size):
             got = transport.fetch(slot, "x", source=source)
             assert_bytes(got, part, rank=source, slot="fenced", generation=number)

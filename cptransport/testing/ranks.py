@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -102,23 +101,25 @@ class Ranks:
         self._syncs += 1
         prefix = f"sync/{self._syncs}"
         self.store.set(f"{prefix}/{self.rank}", "")
-        keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + 60
-        while not self.store.check(keys):
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"rank {self.rank}: the ranks of the test did not meet: {prefix}"
-                )
-            time.sleep(0.001)
+        self._await([f"{prefix}/{rank}" for rank in range(self.world_size)])
 
     def tell(self, key: str, value: str) -> None:
         """Give a text to the other ranks of the case."""
         self.store.set(f"tell/{key}", value)
 
-    def ask(self, key: str, timeout_s: float = 60.0) -> str:
+    def ask(self, key: str, limit_s: float = 60.0) -> str:
         """Return what some rank told under that key; waits for it."""
-        self.store.wait([f"tell/{key}"], timedelta(seconds=timeout_s))
+        self._await([f"tell/{key}"], limit_s)
         return str(self.store.get(f"tell/{key}").decode())
+
+    def _await(self, keys: list[str], limit_s: float = 60.0) -> None:
+        deadline = time.monotonic() + limit_s
+        while not self.store.check(keys):
+            if self.store.check(["failed"]):
+                raise AssertionError(f"rank {self.rank}: stopped, another rank failed")
+            if time.monotonic() > deadline:
+                raise AssertionError(f"rank {self.rank}: no rank gave {keys} in {limit_s:g} s")
+            time.sleep(0.001)
 
     def forget(self, transport: BoundaryTransport) -> None:
         """Leave a transport's closing to the case."""
@@ -215,5 +216,9 @@ def run_case(
     Returns:
         What the case returned.
     """
-    with ranks.closing():
-        return fn(ranks.create() if transport else ranks, **kwargs)
+    try:
+        with ranks.closing():
+            return fn(ranks.create() if transport else ranks, **kwargs)
+    except BaseException:
+        ranks.store.set("failed", "")
+        raise
