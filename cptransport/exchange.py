@@ -41,6 +41,7 @@ class Wire:
         parts: the engine's ``state`` and ``transition`` parts, without routes.
         layout: the engine's state layout.
         batch: B.
+        device: where the tables are; the transport's, or the inputs' in a group of one rank.
         composition: ``"gather"`` or ``"handoff"``.
     """
 
@@ -48,6 +49,7 @@ class Wire:
     parts: tuple[PartSpec, ...]
     layout: str
     batch: int
+    device: torch.device
     composition: str
 
 
@@ -86,13 +88,13 @@ class Exchange:
         if self._incoming is None:
             state = self._part("state")
             table = torch.empty(
-                (self.num_rows, *state.shape[1:]), dtype=state.dtype, device=self.transport.device
+                (self.num_rows, *state.shape[1:]), dtype=state.dtype, device=self.wire.device
             )
             if seed is None:
                 table.zero_()
             else:
                 table.copy_(seed)
-            with ieee_math(self.transport.device.type):
+            with ieee_math(self.wire.device.type):
                 self._receive(table)
             self._incoming = table
         return self._incoming
@@ -171,7 +173,7 @@ class _Handoff(Exchange):
 
     def _scratch(self, name: str) -> Tensor:
         part = self._part(name)
-        return torch.empty(part.shape, dtype=part.dtype, device=self.transport.device)
+        return torch.empty(part.shape, dtype=part.dtype, device=self.wire.device)
 
     def publish(self) -> None:
         """Publish the rounds that wait for nobody; the others follow as states come in."""

@@ -126,7 +126,7 @@ def run_forward(
 ) -> ForwardResult:
     """Compute one forward. Runs inside the step and after the checks of the caller."""
     transport, plan = call.context.transport, call.context.plan
-    rows = _rows(plan, transport.rank, call.facts.batch, transport.device)
+    rows = _rows(plan, transport.rank, call.facts.batch, call.wire.device)
     seed = None if initial_state is None else _to_table(call, rows, "first", initial_state)
     exchange = begin(call.wire, plan, transport, "forward")
     local = call.engine.forward_local(
@@ -152,7 +152,7 @@ def run_backward(
             f"{call.title} backward",
             lambda: (None, f"gradient dtype {grad_output.dtype}; plan {plan.digest()}"),
         )
-        rows = _rows(plan, transport.rank, call.facts.batch, transport.device)
+        rows = _rows(plan, transport.rank, call.facts.batch, call.wire.device)
         seed = None if grad_final is None else _to_table(call, rows, "last", grad_final)
         exchange = begin(call.wire, plan, transport, "backward")
         local = call.engine.backward_local(

@@ -25,6 +25,7 @@ from cptransport.ops.inputs import (
     check_context,
     check_floating,
     check_shape,
+    op_device,
     refuse_upstream,
     state_dtype,
 )
@@ -111,6 +112,7 @@ class _Call:
     dtype: torch.dtype
     compute: torch.dtype
     initial_dtype: torch.dtype | None
+    device: torch.device
 
 
 def _prepare(
@@ -147,7 +149,8 @@ def _prepare(
         "initial_state": initial_state,
     }
     transport = context.transport
-    check_floating(given, transport.device)
+    device = op_device(context, x)
+    check_floating(given, device)
     call = _Call(
         context,
         width,
@@ -158,6 +161,7 @@ def _prepare(
         x.dtype,
         state_dtype(x),
         None if initial_state is None else initial_state.dtype,
+        device,
     )
     record_run(
         RunRecord(
@@ -188,7 +192,7 @@ class _HaloExchange:
     def __init__(self, call: _Call, direction: str, dtype: torch.dtype) -> None:
         plan, self._transport = call.context.plan, call.context.transport
         moves = halo(plan, call.width)
-        self.tables: RankHalo = moves.for_rank(self._transport.rank, self._transport.device)
+        self.tables: RankHalo = moves.for_rank(self._transport.rank, call.device)
         routes = moves.routes(direction)
         shape = (plan.max_segments * (call.width - 1), call.batch, call.channels)
         self._slot = None
@@ -198,7 +202,7 @@ class _HaloExchange:
             )
             self.table = self._transport.stage(self._slot)["halo"]
         else:
-            self.table = torch.empty(shape, dtype=dtype, device=self._transport.device)
+            self.table = torch.empty(shape, dtype=dtype, device=call.device)
 
     def exchange(self, sources: Sequence[RowCopy]) -> list[tuple[RowCopy, Tensor]]:
         """Publish what was written into ``table``; return every source's copy with the table it reads."""

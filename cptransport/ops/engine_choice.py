@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import lru_cache
 
 from cptransport import env, registry
 from cptransport.engines import Engine, OpFacts
@@ -36,9 +35,8 @@ def choose_engine(
     requested, _ = env.text(env.ENGINE, argument)
     passed: list[tuple[str, str]] = []
     if requested != "auto":
-        engine = registry.load_engine(facts.op, requested)
-        reason = engine.eligible(facts)
-        if reason is None:
+        engine, reason = _candidate(requested, facts)
+        if engine is not None:
             return engine, ()
         if getattr(transport, "strict", False):
             raise BackendUnavailableError(f"engine {requested!r} cannot serve {facts.op}: {reason}")
@@ -48,12 +46,10 @@ def choose_engine(
         if name == requested:
             continue
         try:
-            engine = registry.load_engine(facts.op, name)
+            engine, reason = _candidate(name, facts)
         except BackendError as error:
-            passed.append((name, str(error)))
-            continue
-        reason = engine.eligible(facts)
-        if reason is None:
+            engine, reason = None, str(error)
+        if engine is not None:
             return engine, tuple(passed)
         passed.append((name, reason))
     raise BackendUnavailableError(
@@ -61,23 +57,23 @@ def choose_engine(
     )
 
 
+def _candidate(name: str, facts: OpFacts) -> tuple[Engine | None, str]:
+    """Return the engine of that name, or None and why it cannot serve."""
+    try:
+        engine = registry.load_engine(facts.op, name)
+    except BackendUnavailableError as error:
+        return None, str(error)
+    reason = engine.eligible(facts)
+    return (engine, "") if reason is None else (None, reason)
+
+
 def _automatic(facts: OpFacts, transport: BoundaryTransport) -> list[str]:
     """Candidates of ``auto`` in order: the backend's preference, triton on CUDA, torch."""
-    order = [_preferred(transport.name)]
+    order = [getattr(transport, "preferred_engine", None)]
     if facts.device_type == "cuda":
         order.append("triton")
     order.append("torch")
-    known = registry.engine_names(facts.op)
-    return list(dict.fromkeys(name for name in order if name and name in known))
-
-
-@lru_cache(maxsize=64)
-def _preferred(backend: str) -> str | None:
-    """The engine that a backend prefers; None for one that is not registered."""
-    try:
-        return registry.load_backend(backend).spec.preferred_engine
-    except BackendError:
-        return None
+    return list(dict.fromkeys(name for name in order if name))
 
 
 def _warn_once(op: str, name: str, reason: str) -> None:

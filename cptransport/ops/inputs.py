@@ -19,6 +19,7 @@ __all__ = [
     "check_same_dtype",
     "check_shape",
     "describe_call",
+    "op_device",
     "refuse_upstream",
     "state_dtype",
 ]
@@ -67,6 +68,12 @@ def check_floating(tensors: Mapping[str, Tensor | None], device: torch.device) -
             device.index is not None and tensor.device.index != device.index
         ):
             raise OpInputError(f"{name} is on {tensor.device}, the transport on {device}")
+
+
+def op_device(context: CPContext, tensor: Tensor) -> torch.device:
+    """Where an op runs: on the transport's device, or in a group of one rank wherever its inputs are."""
+    transport = context.transport
+    return tensor.device if transport.world_size == 1 else transport.device
 
 
 def check_same_dtype(tensors: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from cptransport.ops.inputs import (
     check_floating,
     check_same_dtype,
     check_shape,
+    op_device,
     refuse_upstream,
     state_dtype,
 )
@@ -291,7 +292,7 @@ def _prepare(
     if given.initial_state is not None:
         check_shape("initial_state", given.initial_state, state_shape, words)
     check_floating(
-        {**given.tensors(), "initial_state": given.initial_state}, context.transport.device
+        {**given.tensors(), "initial_state": given.initial_state}, op_device(context, given.q)
     )
     check_same_dtype({"q": given.q, "k": given.k, "v": given.v})
     if env.flag(env.CHECK) and not use_gate_in_kernel and bool((given.g > 0).any()):

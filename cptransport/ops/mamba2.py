@@ -20,6 +20,7 @@ from cptransport.ops.inputs import (
     check_floating,
     check_same_dtype,
     check_shape,
+    op_device,
     refuse_upstream,
     state_dtype,
 )
@@ -285,7 +286,7 @@ def _prepare(
             "initial_states", given.initial_states, state_shape, "[N, nheads, headdim, dstate]"
         )
     check_floating(
-        {**given.tensors(), "initial_states": given.initial_states}, context.transport.device
+        {**given.tensors(), "initial_states": given.initial_states}, op_device(context, given.x)
     )
     check_same_dtype({"x": given.x, "B": given.B, "C": given.C})
     options = SSDOptions(chunk_size, bool(dt_softplus), low, high)

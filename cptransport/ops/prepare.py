@@ -62,13 +62,14 @@ def make_call(
     """
     plan, transport = context.plan, context.transport
     batch, heads, value_heads, key_dim, value_dim = sizes
+    device = next(tensor.device for tensor in tensors.values() if tensor is not None)
     given = {
         name: t for name, t in (*tensors.items(), ("initial_state", initial_state)) if t is not None
     }
     tracked = torch.is_grad_enabled()
     facts = OpFacts(
         op=op,
-        device_type=transport.device.type,
+        device_type=device.type,
         world_size=plan.world_size,
         batch=batch,
         heads=heads,
@@ -95,7 +96,7 @@ def make_call(
         engine=chosen,
         facts=facts,
         context=context,
-        wire=Wire(op, chosen.slot_parts(facts), layout, batch, composition),
+        wire=Wire(op, chosen.slot_parts(facts), layout, batch, device, composition),
         overlap=overlap,
         state_shape=state_shape,
         swap=layout != user_layout,
