@@ -30,7 +30,7 @@ class RankRun:
     Attributes:
         output, final: of this rank.
         grads: by input name, the initial state's among them.
-        received: per direction, bytes by part.
+        received: per direction, bytes by part; parts that did not move are left out.
         record: what ran; None when the op keeps none.
     """
 
@@ -146,10 +146,12 @@ class RankCall:
         before = self.context.transport.stats().by_part
         with settings(self.case.spec):
             yield
-        self._received[direction] = {
+        after = self.context.transport.stats().by_part
+        moved = {
             part: counted.bytes_received - (before[part].bytes_received if part in before else 0)
-            for part, counted in self.context.transport.stats().by_part.items()
+            for part, counted in after.items()
         }
+        self._received[direction] = {part: count for part, count in moved.items() if count}
 
 
 def run_rank(transport: BoundaryTransport, case: OpCase) -> RankRun:
