@@ -19,13 +19,14 @@ empty :=
 space := $(empty) $(empty)
 SOURCES := $(subst $(space),:,$(CURDIR) $(CURDIR)/kernels $(addprefix $(CURDIR)/,$(BACKENDS)))
 
-.PHONY: help demo test test-gpu lint install clean
+.PHONY: help demo test test-gpu lint bench install clean
 
 help:
 	@echo 'make demo      train a small model sharded over 4 ranks, compared with the unsharded run'
 	@echo 'make test      all tests that need no GPU'
 	@echo 'make test-gpu  the tests that need one, with the torch of PYTHON (no .venv)'
 	@echo 'make lint      ruff and mypy'
+	@echo 'make bench     measure here, write build/bench/report/report.html'
 	@echo 'make install   only build .venv; make clean removes it'
 
 install: $(INSTALLED)
@@ -62,6 +63,15 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A row that failed fails the target, but not before the report shows it.
+bench: $(INSTALLED)
+	@status=0; \
+	for case in boundary kda mamba2; do \
+		$(BIN)/cptransport bench $$case --json build/bench/$$case.json $(ARGS) || status=1; \
+	done; \
+	$(BIN)/cptransport report build/bench/*.json --out build/bench/report || status=1; \
+	exit $$status
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache

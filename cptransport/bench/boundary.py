@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -30,17 +30,17 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         action="append",
-        help="a backend's name; several times: all of them, interleaved "
-        "(default: threads and gloo on CPU, nccl on CUDA)",
+        help="a backend's name; several times: all of them, interleaved (default: threads and gloo on "
+        "CPU; on CUDA nccl with a GPU per rank, gloo with fewer)",
     )
     parser.add_argument(
         "--world-size",
         type=positive,
-        default=4,
-        help="ranks to start, at least 2 (default 4); under torchrun those of the launch",
+        help="ranks to start, at least 2 (default 4, with 2 or 3 GPUs one each); under torchrun those "
+        "of the launch",
     )
     parser.add_argument(
-        "--ranks-per-device", type=positive, default=1, help="with CUDA (default 1)"
+        "--ranks-per-device", type=positive, help="with CUDA (default: as few as there must be)"
     )
     parser.add_argument("--op", choices=("kda", "ssd"), default="kda", help="default kda")
     parser.add_argument("--heads", type=positive, default=8, help="HV or nheads (default 8)")
@@ -60,11 +60,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
-    launched = torchrun_world()
-    world_size = launched[1] if launched else args.world_size
+    ranks = _placement(args)
+    world_size = ranks.world_size
     if world_size < 2:
         raise ValueError("bench boundary needs at least 2 ranks: one rank has no boundary")
-    backends = list(dict.fromkeys(args.backend or _default_backends(args.device, launched)))
+    backends = list(dict.fromkeys(args.backend or _default_backends(args.device, ranks)))
     settings = Settings(
         op=args.op,
         heads=args.heads,
@@ -88,7 +88,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         for number, backend in enumerate(backends):
             done = (repeat + number / len(backends)) / args.repeats
             progress(f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", done)
-            for rank, found in enumerate(_repeat(args, backend, world_size, settings, chosen)):
+            for rank, found in enumerate(_repeat(args, backend, ranks, settings, chosen)):
                 for outcome, later in zip(outcomes[backend][rank], found, strict=True):
                     outcome.add(later)
     rows = [
@@ -106,7 +106,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     return Measured(
         rows,
         world_size,
-        _gpus_used(args, world_size),
+        ranks.gpus_used,
         interleaving="modes and compositions of a backend by iteration, backends by repeat",
         input_distribution="state N(0, 1); KDA transition N(0, 1 / 4K), SSD log decay -|N(0, 1)|",
         verification="entering states against a fold in fp64 (relative error as the tests), payload bit "
@@ -115,25 +115,37 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     )
 
 
-def _default_backends(device: str, launched: tuple[int, int] | None) -> list[str]:
+@dataclass(frozen=True)
+class _Placement:
+    """How many ranks run, and on what."""
+
+    world_size: int
+    per_device: int
+    gpus_used: int
+
+
+def _placement(args: argparse.Namespace) -> _Placement:
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    launched = torchrun_world()
+    world_size = args.world_size or (gpus if gpus in (2, 3) else 4)
+    if launched is not None:
+        world_size = launched[1]
+    if gpus == 0:
+        return _Placement(world_size, 1, 0)
+    per_device = args.ranks_per_device or -(-world_size // gpus)
+    return _Placement(world_size, per_device, min(gpus, -(-world_size // per_device)))
+
+
+def _default_backends(device: str, ranks: _Placement) -> list[str]:
     if device == "cuda":
-        return ["nccl"]
-    return ["gloo"] if launched else ["threads", "gloo"]
-
-
-def _gpus_used(args: argparse.Namespace, world_size: int) -> int:
-    if args.device != "cuda":
-        return 0
-    if torchrun_world() is not None:
-        return min(world_size, torch.cuda.device_count())
-    per_device: int = args.ranks_per_device
-    return -(-world_size // per_device)
+        return ["nccl" if ranks.per_device == 1 else "gloo"]
+    return ["gloo"] if torchrun_world() else ["threads", "gloo"]
 
 
 def _repeat(
     args: argparse.Namespace,
     backend: str,
-    world_size: int,
+    ranks: _Placement,
     settings: Settings,
     chosen: Sequence[Variant],
 ) -> list[list[Outcome]]:
@@ -142,14 +154,14 @@ def _repeat(
         return on_ranks(
             boundary_rank,
             backend=backend,
-            world_size=world_size,
+            world_size=ranks.world_size,
             device=args.device,
-            ranks_per_device=args.ranks_per_device,
+            ranks_per_device=ranks.per_device,
             timeout_s=args.timeout_s,
             settings=asdict(settings),
         )
     except CaseError as error:
-        texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
+        texts = [_last_line(error.failures.get(rank)) for rank in range(ranks.world_size)]
         return [[Outcome(error=text) for _ in chosen] for text in texts]
 
 

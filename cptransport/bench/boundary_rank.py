@@ -126,12 +126,16 @@ class _Boundary:
         return Series(self._timer(variant.timer), body)
 
     def _refusal(self, variant: Variant) -> str | None:
-        if variant.timer != "graph_replay":
-            return None
-        if self.transport.device.type != "cuda":
+        """Say why a variant cannot be timed on this transport."""
+        claimed, name = self.transport.capabilities, repr(self.transport.name)
+        if variant.timer == "graph_replay" and self.transport.device.type != "cuda":
             return "CUDA graphs need a CUDA device"
-        if variant.mode != "fold" and not self.transport.capabilities.cuda_graph:
-            return f"transport {self.transport.name!r} lacks the capability cuda_graph"
+        if variant.mode == "fold":  # moves nothing
+            return None
+        if variant.timer == "graph_replay" and not claimed.cuda_graph:
+            return f"transport {name} lacks the capability cuda_graph"
+        if variant.timer == "cuda_event" and claimed.host_staged:
+            return f"transport {name} works on the host (host_staged); events on a stream miss it"
         return None
 
     def _timer(self, name: str) -> Timer:
@@ -153,7 +157,14 @@ class _Boundary:
 
     def _merge(self, variant: Variant, transport: BoundaryTransport) -> Body:
         """Publish, and return the states that enter this rank's segments."""
-        wire = Wire(self.settings.op, self.parts, "k_major", 1, variant.composition)
+        wire = Wire(
+            op=self.settings.op,
+            parts=self.parts,
+            layout="k_major",
+            batch=1,
+            device=transport.device,
+            composition=variant.composition,
+        )
         exchange: list[Exchange] = []
 
         def prepare() -> None:

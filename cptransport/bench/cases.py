@@ -29,7 +29,7 @@ __all__ = [
     "Case",
     "Measured",
     "Progress",
-    "add_common_arguments",
+    "add_arguments",
     "load_case",
     "positive",
     "run_case",
@@ -77,12 +77,14 @@ class Case:
         name: as on the command line. summary: one line.
         add_arguments: adds the case's own options.
         measure: measures everything; takes the arguments and a ``Progress``.
+        slow_on_cpu: measure less by default where there is no GPU.
     """
 
     name: str
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, Progress], Measured]
+    slow_on_cpu: bool = False
 
 
 def load_case(name: str) -> Case:
@@ -101,18 +103,22 @@ def positive(text: str) -> int:
     return value
 
 
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that all cases have."""
+def add_arguments(parser: argparse.ArgumentParser, case: Case) -> None:
+    """Add the options of a case and those that all cases have."""
+    case.add_arguments(parser)
     on_cuda = torch.cuda.is_available()
+    few = case.slow_on_cpu and not on_cuda
+    warmup, iterations, repeats = (1, 5, 2) if few else (5, 20, 5)
     measured = parser.add_argument_group("measurement")
     measured.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if on_cuda else "cpu")
-    measured.add_argument(
-        "--warmup", type=int, default=5, help="iterations thrown away (default 5)"
-    )
-    measured.add_argument(
-        "--iterations", type=positive, default=20, help="samples per repeat (default 20)"
-    )
-    measured.add_argument("--repeats", type=positive, default=5, help="default 5")
+    for name, default, what in (
+        ("--warmup", warmup, "iterations thrown away in every repeat"),
+        ("--iterations", iterations, "samples in every repeat"),
+        ("--repeats", repeats, "repeats"),
+    ):
+        measured.add_argument(
+            name, type=positive, default=default, help=f"{what} (default {default})"
+        )
     measured.add_argument(
         "--l2", choices=("warm", "cold"), default="warm", help="cold: emptied before every sample"
     )

@@ -82,4 +82,5 @@ CASE = Case(
     summary="chunk_kda of an interior rank with its boundary, without it, and peers without CP",
     add_arguments=_add_arguments,
     measure=_measure,
+    slow_on_cpu=True,
 )

@@ -91,4 +91,5 @@ CASE = Case(
     summary="the SSD core of an interior rank with its boundary, without it, and peers without CP",
     add_arguments=_add_arguments,
     measure=_measure,
+    slow_on_cpu=True,
 )

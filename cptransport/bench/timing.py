@@ -141,7 +141,8 @@ class Profiler:
         body.prepare()
         body.align()
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             body.timed()
             torch.cuda.synchronize()
         events = [e for e in profile.events() if e.device_type.name == "CUDA"]

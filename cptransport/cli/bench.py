@@ -9,7 +9,7 @@ import shutil
 import sys
 from typing import Any
 
-from cptransport.bench.cases import CASES, add_common_arguments, load_case, run_case
+from cptransport.bench.cases import CASES, add_arguments, load_case, run_case
 from cptransport.bench.launch import close_ranks, torchrun_world
 from cptransport.bench.schema import write
 
@@ -28,8 +28,7 @@ def add_parser(subparsers: Any) -> None:
     for name in CASES:
         case = load_case(name)
         options = cases.add_parser(name, help=case.summary, description=case.summary)
-        case.add_arguments(options)
-        add_common_arguments(options)
+        add_arguments(options, case)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -260,5 +260,8 @@ def record(
         recorder = RecordingTransport(transport)
         return fn(recorder), recorder.recording
 
+    if device != "cpu":
+        # Threads that need CUDA's linear algebra for the first time at once make torch raise.
+        torch.linalg.inv(torch.ones(1, 1, device=device))
     both = threads.run(step, world_size, device=device)
     return [result for result, _ in both], [recording for _, recording in both]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cptransport.bench import boundary, boundary_rank, layer_stage
-from cptransport.bench.cases import add_common_arguments, load_case, run_case
+from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.schema import SchemaError, problems
 from cptransport.cli import main
 
@@ -22,8 +22,7 @@ SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2", "--device", "cp
 def bench(name: str, *arguments: str) -> dict[str, Any]:
     case = load_case(name)
     parser = argparse.ArgumentParser()
-    case.add_arguments(parser)
-    add_common_arguments(parser)
+    add_arguments(parser, case)
     args = parser.parse_args([*arguments, *SHORT])
     made = run_case(case, args, lambda text, done: None, ["cptransport", "bench", name])
     assert problems(made) == []
