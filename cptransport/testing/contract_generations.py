@@ -230,7 +230,7 @@ class GenerationsContract(ContractTests):
         """They stage, nothing else; the others do not wait for more."""
         self.run(_idle_ranks, world_size)
 
-    @clause("C15")
+    @clause("C15", "C24")
     def test_slots_do_not_disturb_each_other(self, world_size: int) -> None:
         """Verbs of one slot between verbs of another."""
         self.run(_interleaved, world_size)
@@ -243,7 +243,7 @@ class GenerationsContract(ContractTests):
             expected = [_handoff_result(world_size, turn, rank) for turn in range(len(results))]
             assert results == expected
 
-    @clause("C14", "C25", ranks=2, pairwise=False)
+    @clause("C14", "C24", "C25", ranks=2, pairwise=False)
     def test_fetch_before_publish_without_pairwise(self, world_size: int) -> None:
         """CapabilityError on the caller, and the transport stays usable."""
         self.run(_not_pairwise, world_size)

@@ -166,6 +166,27 @@ def _own_error(ranks: Ranks, limit_s: float, where: str) -> None:
     _only_close_works(transport, limit_s)
 
 
+def _errors_before_staging(ranks: Ranks, limit_s: float) -> None:
+    """Ops in which every rank raises before it stages leave the transport usable, others do not."""
+    transport: Any = ranks.create(timeout_s=limit_s)
+    for generation in range(1, 4):
+        time.sleep(0.05 * ((ranks.rank + generation) % ranks.world_size))
+        transport.control.begin_step()
+        transport.abandon(ValueError(f"words of rank {ranks.rank}"))
+        transport.control.begin_step()
+        exchange_all(transport, _SLOT, generation)
+    transport.control.begin_step()
+    if ranks.rank == 1:
+        transport.abandon(ValueError("words of rank 1 alone"))
+        transport.control.begin_step()
+    error, waited = _failing(transport, lambda: exchange_all(transport, _SLOT, 4))
+    assert waited < limit_s + GRACE_S
+    if ranks.rank != 1:
+        assert isinstance(error, PeerFailedError), error
+        assert "words of rank 1 alone" in str(error) or "PeerFailedError" in str(error)
+    _only_close_works(transport, limit_s)
+
+
 def _several_rounds(transport: BoundaryTransport) -> None:
     for generation in (2, 3, 4):
         exchange_all(transport, _SLOT, generation)
@@ -249,6 +270,11 @@ class WaitsContract(ContractTests):
     def test_an_error_of_one_rank_reaches_the_others(self, world_size: int, where: str) -> None:
         """With its text, at their next wait."""
         self.run(_own_error, world_size, limit_s=5.0, where=where)
+
+    @clause("C31", "C30", ranks=2)
+    def test_errors_of_all_ranks_before_staging(self, world_size: int) -> None:
+        """The transport stays usable if every rank raised in the op, and breaks if one did not."""
+        self.run(_errors_before_staging, world_size, limit_s=2.0)
 
     @clause("C29", ranks=2, processes=True)
     @pytest.mark.parametrize("where", PLACES)
