@@ -11,19 +11,25 @@ Picture, one rank, current stream above, communication stream below::
   destination, row) order; a part whose routes go from every rank to every other is one typed
   all-gather. The current stream goes on at once.
 * In a handoff ``fetch`` comes first: the receives are one group there, the sends one at
-    ``publish``.
+  ``publish``.
 * What nobody looked at is received at the next ``stage``.
-* Without routes a receiver knows a message only when it asks for it, so sends and receives are
-  separate groups, on two more communicators: one for messages to higher ranks, one to lower. On
-  each, the highest (lowest) rank sends nothing, so its receives are never behind a send of its own,
-  and by induction no send waits for ever.
+* Without routes a receiver knows a message only when it asks for it, in any order of slots and
+  sources, while NCCL matches messages of a pair in the order they are sent. So such a slot has two
+  lanes (communicator and stream) of its own, one for messages to higher ranks, one to lower, and a
+  group per source. On each, the highest (lowest) rank sends nothing, so its receives are never
+  behind a send of its own, and by induction no send waits for ever. NCCL takes a small message off
+  the sender whether it is received or not: that it was, the receiver's host says through the
+  group's store, and the sender's ``stage`` two generations later looks there.
+
+Lanes are made when a slot first needs them, in its ``stage``, and connect to all peers at once, so
+that no other verb waits for a connection.
 
 Memory: staged and received tensors are double-buffered; ``stage`` of g makes the current stream
-    wait for the sends of g-2,
-and every group waits for the current stream, so receives of g cannot overtake readers of g-2.
+wait for the sends of g-2, and every group waits for the current stream, so receives of g cannot
+overtake readers of g-2. Captures have buffers of their own.
 
 Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
-    the next verb raises.
+the next verb raises.
 """
 
 from __future__ import annotations
@@ -49,11 +55,15 @@ from cptransport.errors import (
 )
 from cptransport.transport import Capabilities, PartSpec
 from cptransport_nccl.library import Communicator, NcclError, unique_id
+from cptransport_nccl.takes import Takes
 from cptransport_nccl.watchdog import Watchdog, Work
 
 __all__ = ["CAPABILITIES", "NcclTransport", "create"]
 
 CAPABILITIES = Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True)
+
+#: The lane of everything with routes, and of barriers.
+_ROUTES = "routes"
 
 #: (part, source, destination, first row or None for the whole part, number of rows)
 _Move = tuple[PartSpec, int, int, int, int]
@@ -64,14 +74,26 @@ class _Traffic:
     """What has been issued for one generation.
 
     Attributes:
-        received: the receives were issued.
-        sent, arrived: events on the communication stream after the sends, the receives.
+        captured: in a graph capture; its events mean nothing outside.
+        received: the receives of the routes were issued.
+        done: events after everything issued.
+        arrived: event after the receives of the routes.
+        asked: source -> event after the receives of its parts without routes.
     """
 
+    captured: bool
     received: bool = False
-    sent: torch.cuda.Event | None = None
+    done: list[torch.cuda.Event] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
-    tensors: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    asked: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """A communicator and the stream that its work is on."""
+
+    communicator: Communicator
+    stream: torch.cuda.Stream
 
 
 class NcclTransport(TransportBase):
@@ -83,21 +105,21 @@ class NcclTransport(TransportBase):
         device: torch.device,
         timeout_s: float,
         identity: Callable[[str], bytes],
+        takes: Takes,
     ) -> None:
         super().__init__(
             "nccl", device=device, control=control, timeout_s=timeout_s, capabilities=CAPABILITIES
         )
         self._identity = identity
-        self._stream = torch.cuda.Stream(device)
+        self._takes = takes
         self._memory: dict[tuple[str, ...], Tensor] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         self._error: BaseException | None = None
-        self._comms: dict[str, Communicator] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._token = torch.zeros(2, dtype=torch.uint8, device=device)
         self._watchdog = Watchdog(timeout_s, self._failure, self._expire)
         try:
-            self._communicator("routes")
-            self._warm_up()
+            self._lane(_ROUTES)
         except BaseException:
             self._close(broken=True)
             raise
@@ -105,19 +127,40 @@ class NcclTransport(TransportBase):
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         name, number = current.slot.name, current.number
         stream = torch.cuda.current_stream(self.device)
+        captured = torch.cuda.is_current_stream_capturing()
         if retired is not None:
             self._receive_routes(retired)
         old = self._traffic.pop((name, number - 2), None)
-        for event in (old.sent, old.arrived) if old else ():
-            if event is not None:
-                stream.wait_event(event)
-        self._traffic[name, number] = _Traffic()
-        if any(part.routes is None for part in current.slot.parts) and self.world_size > 1:
+        for event in old.done if old and old.captured == captured else ():
+            stream.wait_event(event)
+        if not captured:
+            self._await_takes(current)
+        self._traffic[name, number] = _Traffic(captured)
+        if any(part.routes is None for part in current.slot.parts):
             for direction in ("up", "down"):
-                self._communicator(direction)
+                self._lane(f"{name}/{direction}")
         return {
             part.name: self._buffer("staged", name, part, number, ()) for part in current.slot.parts
         }
+
+    def _await_takes(self, current: Generation) -> None:
+        """Wait until what was sent without routes two generations ago has been asked for."""
+        name, number = current.slot.name, current.number - 2
+
+        def missing() -> list[int]:
+            return self._takes.missing(name, number)
+
+        def arrived(seconds: float) -> bool:
+            deadline = time.monotonic() + seconds
+            while missing():
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.001)
+            return True
+
+        if missing():
+            what = f"what generation {number} sent was not taken"
+            self._wait(arrived, what, current=current, missing=missing)
 
     def _publish(self, current: Generation, to: Sequence[int]) -> None:
         traffic = self._traffic[current.slot.name, current.number]
@@ -126,25 +169,20 @@ class NcclTransport(TransportBase):
         moves = [
             move
             for part in current.slot.parts
-            if part.routes is not None
             for move in self._moves_of(part)
             if move[1] == self.rank or receive
         ]
         dense = [p for p in current.slot.parts if receive and self._is_dense(p)]
-        event = self._issue("routes", current, moves, dense)
-        traffic.sent = event
+        event = self._issue(_ROUTES, current, moves, dense)
         if receive:
             traffic.arrived = event
-        for direction, keep in (("up", self._above), ("down", self._below)):
-            free = [
-                (part, self.rank, rank, 0, -1)
-                for part in current.slot.parts
-                if part.routes is None
-                for rank in to
-                if keep(rank)
-            ]
-            if free:
-                traffic.sent = self._issue(direction, current, free, []) or traffic.sent
+        free = [part for part in current.slot.parts if part.routes is None]
+        others = [rank for rank in to if rank != self.rank]
+        for direction, peers in self._directions(others, sends=True):
+            sends: list[_Move] = [(part, self.rank, peer, 0, -1) for part in free for peer in peers]
+            self._issue(f"{current.slot.name}/{direction}", current, sends, [])
+        if free and not traffic.captured:
+            self._takes.expect(current.slot.name, current.number, others)
 
     def _receive(
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
@@ -152,41 +190,52 @@ class NcclTransport(TransportBase):
         traffic = self._traffic[current.slot.name, current.number]
         stream = torch.cuda.current_stream(self.device)
         self._receive_routes(current)
-        # Messages from below travel on "up".
-        for direction, keep in (("up", self._below), ("down", self._above)):
-            free = [
-                (part, source, self.rank, 0, -1)
-                for part, source in wanted
-                if part.routes is None and keep(source)
-            ]
-            event = self._issue(direction, current, free, []) if free else None
-            if event is not None:
-                stream.wait_event(event)
         if traffic.arrived is not None:
             stream.wait_event(traffic.arrived)
+        # All parts of a source at once, as it sends them.
+        free = [part for part in current.slot.parts if part.routes is None]
+        for source in dict.fromkeys(source for part, source in wanted if part.routes is None):
+            if source not in traffic.asked:
+                ((direction, _),) = self._directions([source], sends=False)
+                moves: list[_Move] = [(part, source, self.rank, 0, -1) for part in free]
+                lane = f"{current.slot.name}/{direction}"
+                traffic.asked[source] = self._issue(lane, current, moves, [])
+                if not traffic.captured:
+                    self._takes.took(current.slot.name, current.number, source)
+            event = traffic.asked[source]
+            if event is not None:
+                stream.wait_event(event)
         return {(part.name, source): self._target(current, part, source) for part, source in wanted}
+
+    def _directions(self, peers: Sequence[int], *, sends: bool) -> list[tuple[str, list[int]]]:
+        """Split peers by the lane that messages to them (or from them) travel on."""
+        above = [peer for peer in peers if peer > self.rank]
+        below = [peer for peer in peers if peer < self.rank]
+        split = [("up", above), ("down", below)] if sends else [("up", below), ("down", above)]
+        return [(direction, found) for direction, found in split if found]
 
     def _barrier(self) -> None:
         def post(comm: Communicator, stream: int) -> None:
             comm.all_reduce(self._token.data_ptr(), 1, stream)
 
-        event = self._run("routes", None, tuple(self._others()), post)
+        event = self._run(_ROUTES, None, tuple(self._others()), post)
         torch.cuda.current_stream(self.device).wait_event(event)
 
     def _reported(self) -> BaseException | None:
         return self._error
 
     def _interrupt(self) -> None:
-        for comm in self._comms.values():
-            comm.abort()
+        for lane in tuple(self._lanes.values()):
+            lane.communicator.abort()
 
     def _close(self, broken: bool) -> None:
         try:
             if not broken:
-                self._stream.synchronize()
+                for lane in self._lanes.values():
+                    lane.stream.synchronize()
                 if self._error is None:
-                    for comm in self._comms.values():
-                        comm.destroy()
+                    for lane in self._lanes.values():
+                        lane.communicator.destroy()
         except (NcclError, TransportError):
             pass  # a peer is gone; ours goes too
         finally:
@@ -198,12 +247,6 @@ class NcclTransport(TransportBase):
     def _others(self) -> Iterable[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank)
 
-    def _above(self, rank: int) -> bool:
-        return rank > self.rank
-
-    def _below(self, rank: int) -> bool:
-        return rank < self.rank
-
     def _is_dense(self, part: PartSpec) -> bool:
         """Whether a part goes whole from every rank to every other: a typed all-gather."""
         if part.routes is None or self.world_size < 3:
@@ -213,9 +256,9 @@ class NcclTransport(TransportBase):
 
     def _moves_of(self, part: PartSpec) -> list[_Move]:
         """This rank's sends and receives of a part with routes, in an order that both ends share."""
-        if self._is_dense(part):
+        if part.routes is None or self._is_dense(part):
             return []
-        pairs = sorted({route[:2] for route in part.routes or ()})
+        pairs = sorted({route[:2] for route in part.routes})
         moves: list[_Move] = []
         for source, destination in pairs:
             if source == destination or self.rank not in (source, destination):
@@ -241,11 +284,11 @@ class NcclTransport(TransportBase):
                 + f": part {dense[0].name!r} goes from every rank to every other, so publish comes first"
             )
         moves = [m for part in parts for m in self._moves_of(part) if m[2] == self.rank]
-        traffic.arrived = self._issue("routes", current, moves, [])
+        traffic.arrived = self._issue(_ROUTES, current, moves, [])
 
     def _issue(
         self,
-        communicator: str,
+        lane: str,
         current: Generation,
         moves: Sequence[_Move],
         dense: Sequence[PartSpec],
@@ -273,64 +316,82 @@ class NcclTransport(TransportBase):
                     address = self._target(current, part, source).data_ptr() + offset
                     comm.receive(address, nbytes, source, stream)
 
-        return self._run(communicator, current, tuple(sorted(peers)), post)
+        event = self._run(lane, current, tuple(sorted(peers)), post)
+        self._traffic[current.slot.name, current.number].done.append(event)
+        return event
 
     def _run(
         self,
-        communicator: str,
+        lane: str,
         current: Generation | None,
         peers: tuple[int, ...],
         post: Callable[[Communicator, int], None],
     ) -> torch.cuda.Event:
-        """Run NCCL calls on the communication stream, after the current stream's work so far."""
+        """Run NCCL calls on a lane, after the current stream's work so far."""
         stream = torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(stream)
+        comm, communication = self._lanes[lane].communicator, self._lanes[lane].stream
+        communication.wait_stream(stream)
         what = self._where(current) if current else "barrier"
-        comm = self._communicator(communicator)
         with self._mapped(what), torch.cuda.device(self.device), comm.group(what):
-            post(comm, self._stream.cuda_stream)
+            post(comm, communication.cuda_stream)
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(communication)
         if torch.cuda.is_current_stream_capturing():
             stream.wait_event(event)  # a capture must not leave work that nothing waits for
         else:
             slot = current.slot.name if current else None
             number = current.number if current else None
-            self._watchdog.watch(self._stream.cuda_stream, slot, number, peers)
+            self._watchdog.watch(communication.cuda_stream, slot, number, peers)
         return event
 
-    def _communicator(self, name: str) -> Communicator:
-        """Return a communicator, made at its first use; collective then."""
-        if name not in self._comms:
-            identity = self._identity(name)
+    def _lane(self, name: str) -> None:
+        """Make a lane at its first use and connect it to every peer; collective then."""
+        if name in self._lanes or self.world_size == 1:
+            return
+        identity = self._identity(name)
 
-            def wait(arrived: Callable[[float], bool], what: str) -> None:
-                self._wait(arrived, what, missing=lambda: list(self._others()))
+        def missing() -> list[int]:
+            return list(self._others())
 
-            with self._mapped("connect"), torch.cuda.device(self.device):
-                self._comms[name] = Communicator(identity, self.rank, self.world_size, wait)
-        return self._comms[name]
+        def wait(arrived: Callable[[float], bool], what: str) -> None:
+            self._wait(arrived, what, missing=missing)
 
-    def _warm_up(self) -> None:
-        """Connect to every peer now, so that no verb waits for a connection later."""
+        with self._mapped("connect"), torch.cuda.device(self.device):
+            comm = Communicator(identity, self.rank, self.world_size, wait)
+        lane = self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
+        direction = name.rpartition("/")[2]
 
         def post(comm: Communicator, stream: int) -> None:
             for peer in self._others():
-                comm.send(self._token.data_ptr(), 1, peer, stream)
-                comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
+                if direction in (_ROUTES, "up" if peer > self.rank else "down"):
+                    comm.send(self._token.data_ptr(), 1, peer, stream)
+                if direction in (_ROUTES, "up" if peer < self.rank else "down"):
+                    comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
 
-        self._run("routes", None, tuple(self._others()), post)
-        self._barrier()
-        self._wait(self._drained, "connecting to the peers", missing=lambda: list(self._others()))
+        self._run(name, None, tuple(self._others()), post)
+        if name == _ROUTES:
+            table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
+            table.record_stream(lane.stream)
 
-    def _drained(self, seconds: float) -> bool:
+            def post_all(comm: Communicator, stream: int) -> None:
+                comm.all_gather(self._token.data_ptr(), table.data_ptr(), 1, stream)
+                comm.all_reduce(self._token.data_ptr(), 1, stream)
+
+            self._run(name, None, tuple(self._others()), post_all)
+        self._wait(
+            lambda seconds: self._drained(lane.stream, seconds),
+            "connecting to the peers",
+            missing=missing,
+        )
+
+    def _drained(self, stream: torch.cuda.Stream, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not self._stream.query():
+        while not stream.query():
             if self._error is not None:
                 raise self._error
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.001)
+            time.sleep(0.0005)
         return True
 
     @contextmanager
@@ -350,8 +411,8 @@ class NcclTransport(TransportBase):
             self.control.check()
         except PeerFailedError as error:
             return error
-        for comm in self._comms.values():
-            problem = comm.failure()
+        for lane in tuple(self._lanes.values()):
+            problem = lane.communicator.failure()
             if problem is not None:
                 return PeerFailedError(f"NCCL reports: {problem}")
         return None
@@ -393,7 +454,8 @@ class NcclTransport(TransportBase):
         memory = self._memory.get(key)
         if memory is None or memory.numel() < part.nbytes:
             if memory is not None:
-                memory.record_stream(self._stream)
+                for lane in self._lanes.values():
+                    memory.record_stream(lane.stream)
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
             self._memory[key] = memory
         return memory[: part.nbytes].view(part.dtype).view(part.shape)
@@ -438,7 +500,8 @@ def create(group: Any, device: Any, timeout_s: float, **options: Any) -> NcclTra
         return bytes.fromhex(control.exchange(mine, f"nccl: id of communicator {name!r}")[0])
 
     try:
-        return NcclTransport(control, device, timeout_s, identity)
+        takes = Takes(group_store(group, "nccl takes"), control.rank)
+        return NcclTransport(control, device, timeout_s, identity, takes)
     except (NcclError, PeerFailedError) as error:
         raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends waits inside NCCL: a host thread that watches work on the communication stream and aborts
-what passed its deadline.
+"""Ends waits inside NCCL: a host thread that watches work on communication streams and aborts what
+passed its deadline.
 
-Progress is a number in pinned memory that the stream itself writes after each piece of work, so the
-thread makes no CUDA call that a graph capture elsewhere in the process would forbid.
+Progress of a stream is a number in pinned memory that the stream itself writes after each piece of
+work, so the thread makes no CUDA call that a graph capture elsewhere in the process would forbid.
 """
 
 from __future__ import annotations
@@ -51,12 +51,29 @@ def _driver() -> Any:
     return driver
 
 
+class _Lane:
+    """One stream: how much was issued on it, how much is done, what is pending."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.pending: deque[Work] = deque()
+        self._progress = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self.address = self._progress.data_ptr()
+        self._view = ctypes.c_int64.from_address(self.address)
+
+    def oldest(self) -> Work | None:
+        """Forget what is done; return the first that is not."""
+        while self.pending and self.pending[0].number <= self._view.value:
+            self.pending.popleft()
+        return self.pending[0] if self.pending else None
+
+
 class Watchdog:
-    """Watches one communication stream.
+    """Watches the communication streams of one transport.
 
     Args:
         timeout_s: limit of each piece of work.
-        failed: asked while work is pending: an error of peers or of the communicator, or None.
+        failed: asked while work is pending: an error of peers or of a communicator, or None.
         expired: called on the thread with the oldest work and the error (None: the deadline
             passed). Afterwards the thread ends.
     """
@@ -70,10 +87,7 @@ class Watchdog:
         self._timeout_s = timeout_s
         self._failed = failed
         self._expired = expired
-        self._progress = torch.zeros(1, dtype=torch.int64).pin_memory()
-        self._view = ctypes.c_int64.from_address(self._progress.data_ptr())
-        self._pending: deque[Work] = deque()
-        self._issued = 0
+        self._lanes: dict[int, _Lane] = {}
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._main, name="cpt-nccl-watchdog", daemon=True)
@@ -83,11 +97,12 @@ class Watchdog:
         self, stream: int, slot: str | None, generation: int | None, peers: tuple[int, ...]
     ) -> None:
         """Watch what was issued on the stream so far."""
-        self._issued += 1
-        code = _driver().cuStreamWriteValue64_v2(stream, self._progress.data_ptr(), self._issued, 0)
+        lane = self._lanes.get(stream) or self._lanes.setdefault(stream, _Lane())
+        lane.issued += 1
+        code = _driver().cuStreamWriteValue64_v2(stream, lane.address, lane.issued, 0)
         if code:
             raise RuntimeError(f"cuStreamWriteValue64 failed with CUDA error {code}")
-        self._pending.append(Work(self._issued, slot, generation, peers, time.monotonic()))
+        lane.pending.append(Work(lane.issued, slot, generation, peers, time.monotonic()))
         self._wake.set()
 
     def stop(self) -> None:
@@ -101,12 +116,7 @@ class Watchdog:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
-            while self._pending and not self._stopped:
-                while self._pending and self._pending[0].number <= self._view.value:
-                    self._pending.popleft()
-                if not self._pending:
-                    break
-                oldest = self._pending[0]
+            while not self._stopped and (oldest := self._oldest()) is not None:
                 waited = time.monotonic() - oldest.started
                 error = self._failed() if waited > 2 * _POLL_S else None
                 if error is not None or waited > self._timeout_s:
@@ -114,3 +124,8 @@ class Watchdog:
                     self._expired(oldest, error)
                     return
                 time.sleep(_POLL_S)
+
+    def _oldest(self) -> Work | None:
+        """Return what has been pending longest on any stream."""
+        found = [work for lane in tuple(self._lanes.values()) if (work := lane.oldest())]
+        return min(found, key=lambda work: work.started, default=None)
