@@ -16,6 +16,7 @@ from cptransport.bench.schema import SchemaError, problems
 from cptransport.cli import main
 
 SMALL = ["--heads", "2", "--key-dim", "4", "--value-dim", "3"]
+SMALL += ["--composition", "gather", "--composition", "handoff"]
 SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2", "--device", "cpu"]
 
 
@@ -175,15 +176,18 @@ def test_ranks_that_disagree_with_the_unsharded_op_leave_no_number(
 
 def test_an_outside_gate_is_counted_in(tmp_path: Path) -> None:
     path = tmp_path / "conformance.json"
-    path.write_text(json.dumps({"suite": "contract", "counts": {"passed": 7, "failed": 2}}))
-    small = ["--backend", "threads", "--world-size", "2", "--composition", "gather", *SMALL]
+    suite = {"schema": "contract/1", "backend": "gloo"}
+    path.write_text(json.dumps({**suite, "counts": {"passed": 7, "failed": 2}}))
+    small = ["--backend", "threads", "--world-size", "2", *SMALL]
     made = bench("boundary", *small, "--gate", str(path))
     assert made["gate"] == {
-        "suite": "verification of every configuration in the run (bench boundary); contract",
+        "suite": "verification of every configuration in the run (bench boundary); contract/1 gloo",
         "passed": 7 + len(by_status(made, "ok")),
         "failed": 2,
         "report_path": str(path),
     }
+    path.write_text(json.dumps({**suite, "counts": {"passed": 7, "skipped": 1}}))
+    assert bench("boundary", *small, "--gate", str(path))["gate"]["failed"] == 0
     path.write_text("{}")
     with pytest.raises(SchemaError, match="no counts"):
         bench("boundary", *small, "--gate", str(path))
