@@ -21,6 +21,17 @@ receives what its folds need, and folds the sources of each of its segments: ``S
 ``S = M_i S + E_i`` for the others in turn. S enters the segment. What a fold needs of its own rank
 it reads from the rank's own tables.
 
+``scan``: recursive doubling over each chain of n segments, ceil(log2 n) rounds, publish first. Round
+k moves *windows* of length 2^k: that of segment j stands for the segments ``j - 2^k + 1 .. j`` of
+the chain, or, where that reaches the start, for all of ``0 .. j``; then its ``state`` is finished
+and it has no transition. Segment j receives the window of ``j - 2^k``, and makes its next window of
+that and its own, if somebody reads it. What enters segment j is the exclusive prefix: the windows
+that it received lie side by side, so it is a fold of them, the farthest first, like that of
+``gather`` but of at most ceil(log2 n) sources. The windows are held in the rounds' slots until
+then; composing them into one map as they come would cost a product of transitions in each round.
+
+Picture, n = 6, what segment 5 receives: round 0 the window 4..4, round 1 2..3, round 2 0..1.
+
 ``handoff`` (``receive_first``): in each round a rank receives every finished state that the round's
 routes bring it (one source per fold: S enters the segment), then writes the finished states that it
 sends in this round and publishes. The finished state of a segment is its E if it is first in travel
@@ -36,15 +47,15 @@ Source: docs/algebra.md, "Composition and the scan".
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from cptransport.engines import Need
-from cptransport.errors import OpInputError, UnsupportedOptionError
+from cptransport.errors import OpInputError
 
 if TYPE_CHECKING:
     from cptransport.plan import Plan
@@ -64,8 +75,10 @@ __all__ = [
 ]
 
 #: Compositions that are served.
-COMPOSITIONS = ("handoff", "gather")
+COMPOSITIONS = ("handoff", "gather", "scan")
 DIRECTIONS = ("forward", "backward")
+#: Parts of a summary.
+PARTS = ("state", "transition")
 
 #: ``(source rank, destination rank, row)``.
 RowRoute = tuple[int, int, int]
@@ -78,26 +91,31 @@ class Source(NamedTuple):
         segment: its global index.
         rank: who owns it.
         row: its local index there.
+        round: the round whose slot holds the summary.
     """
 
     segment: int
     rank: int
     row: int
+    round: int = 0
 
 
 @dataclass(frozen=True)
 class Fold:
-    """How one segment gets the state that enters it in travel order.
+    """How one segment gets the state that enters it in travel order, or its next window.
 
     Attributes:
-        target: the segment.
-        sources: what to fold, in travel order, never empty: all predecessors (``gather``; the first
-            contributes its ``state`` alone), or the predecessor, whose finished state is the answer
-            (``handoff``).
+        target: the segment; of a window with the round that moves it.
+        sources: what to fold, in travel order, never empty: all predecessors (``gather``), or the
+            predecessor, whose finished state is the answer (``handoff``), or windows that make up
+            all predecessors (``scan``); the first contributes its ``state`` alone. A window is
+            folded of one that ends where the segment's own begins, if there is one, and its own.
+        transition: the transition over all sources is wanted too (windows only).
     """
 
     target: Source
     sources: tuple[Source, ...]
+    transition: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,12 +123,15 @@ class RankRound:
     """One rank's share of a round.
 
     Attributes:
-        folds: folds of this rank's segments, ascending by segment.
+        windows: what this rank writes into the round's slot before it publishes, made of what the
+            round before held and brought; its engine writes the first round's.
+        folds: folds of this rank's segments, ascending by segment, once the round has come.
         sends: part -> rows of this rank's tables that some route moves, ascending; nothing else
             need be written to the slot.
         receives: part -> ranks from which something comes, ascending; never this rank.
     """
 
+    windows: tuple[Fold, ...]
     folds: tuple[Fold, ...]
     sends: Mapping[str, tuple[int, ...]]
     receives: Mapping[str, tuple[int, ...]]
@@ -121,12 +142,15 @@ class Round:
     """One slot's worth of movement.
 
     Attributes:
+        parts: the parts of the slot: of ``"state"`` and ``"transition"`` those that are read at all;
+            perhaps by their own rank only, then no route moves them.
         routes: ``"state"`` and ``"transition"`` -> ``(source rank, destination rank, local segment
             index on the source)``, source never equal to destination, each once however many
             segments of the destination use it.
         ranks: every rank's share.
     """
 
+    parts: tuple[str, ...]
     routes: Mapping[str, frozenset[RowRoute]]
     ranks: tuple[RankRound, ...]
 
@@ -154,13 +178,8 @@ def check_composition(composition: str) -> str:
     """Return the composition's name.
 
     Raises:
-        UnsupportedOptionError: ``scan``, which is not served yet.
         OpInputError: unknown; the message lists the valid names.
     """
-    if composition == "scan":
-        raise UnsupportedOptionError(
-            "composition 'scan' is not served yet; use 'gather' or 'handoff'"
-        )
     if composition not in COMPOSITIONS:
         raise OpInputError(f"unknown composition {composition!r}; valid: {', '.join(COMPOSITIONS)}")
     return composition
@@ -170,7 +189,6 @@ def schedule(plan: Plan, direction: str, composition: str) -> Schedule:
     """Return the (cached) schedule of one exchange.
 
     Raises:
-        UnsupportedOptionError: composition ``scan``.
         OpInputError: unknown composition or direction.
 
     Collective: no.
@@ -196,12 +214,12 @@ def _schedule(plan: Plan, direction: str, composition: str) -> Schedule:
     ]
     if direction == "backward":
         chains = [chain[::-1] for chain in chains]
-    rounds = _gather(chains) if composition == "gather" else _handoff(chains)
+    steps = _STEPS[composition](chains)
     return Schedule(
         direction,
         composition,
         _needs(chains, len(plan.segments)),
-        tuple(_round(folds, plan.world_size) for folds in rounds),
+        _rounds(steps, plan.world_size),
         receive_first=composition == "handoff",
     )
 
@@ -214,26 +232,57 @@ def _needs(chains: Iterable[Sequence[Source]], count: int) -> tuple[Need, ...]:
     return tuple(needs)
 
 
-def _gather(chains: Iterable[Sequence[Source]]) -> list[list[Fold]]:
+@dataclass(frozen=True)
+class _Step:
+    """The windows and the folds of one round, of all ranks."""
+
+    windows: list[Fold] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+
+
+def _gather(chains: Iterable[Sequence[Source]]) -> list[_Step]:
     folds = [Fold(chain[j], tuple(chain[:j])) for chain in chains for j in range(1, len(chain))]
-    return [folds] if folds else []
+    return [_Step(folds=folds)] if folds else []
 
 
-def _handoff(chains: Iterable[Sequence[Source]]) -> list[list[Fold]]:
+def _scan(chains: Sequence[Sequence[Source]]) -> list[_Step]:
+    """Double the windows of all chains side by side; fold when the last one has come."""
+    steps = [_Step() for _ in range((max(map(len, chains), default=1) - 1).bit_length())]
+    for chain in chains:
+
+        def window(j: int, level: int, chain: Sequence[Source] = chain) -> Source:
+            return chain[j]._replace(round=level)
+
+        for level in range(1, (len(chain) - 1).bit_length()):
+            half = 1 << level - 1
+            for j in range(len(chain) - 2 * half):  # the others' are read by nobody
+                own = window(j, level - 1)
+                before = (window(j - half, level - 1),) if j >= half else ()
+                made = Fold(window(j, level), (*before, own), transition=j >= 2 * half)
+                steps[level].windows.append(made)
+        for j in range(1, len(chain)):
+            levels = range(j.bit_length() - 1, -1, -1)
+            steps[-1].folds.append(
+                Fold(chain[j], tuple(window(j - (1 << level), level) for level in levels))
+            )
+    return steps
+
+
+def _handoff(chains: Iterable[Sequence[Source]]) -> list[_Step]:
     """Put each step of each chain in the first round whose graph over ranks stays acyclic."""
-    rounds: list[list[Fold]] = []
+    steps: list[_Step] = []
     reach: list[dict[int, set[int]]] = []  # per round: rank -> itself and all that wait for it
     for chain in chains:
         current = 0
         for source, target in pairwise(chain):
-            while current < len(rounds) and source.rank in reach[current].get(target.rank, ()):
+            while current < len(steps) and source.rank in reach[current].get(target.rank, ()):
                 current += 1
-            if current == len(rounds):
-                rounds.append([])
+            if current == len(steps):
+                steps.append(_Step())
                 reach.append({})
             _add_edge(reach[current], source.rank, target.rank)
-            rounds[current].append(Fold(target, (source,)))
-    return rounds
+            steps[current].folds.append(Fold(target, (source._replace(round=current),)))
+    return steps
 
 
 def _add_edge(reach: dict[int, set[int]], source: int, target: int) -> None:
@@ -246,31 +295,47 @@ def _add_edge(reach: dict[int, set[int]], source: int, target: int) -> None:
             ranks |= beyond
 
 
-def _round(folds: list[Fold], world_size: int) -> Round:
-    states: set[RowRoute] = set()
-    transitions: set[RowRoute] = set()
-    of_rank: list[list[Fold]] = [[] for _ in range(world_size)]
-    for fold in folds:
-        destination = fold.target.rank
-        of_rank[destination].append(fold)
+_STEPS: Mapping[str, Callable[[Sequence[Sequence[Source]]], list[_Step]]] = {
+    "handoff": _handoff,
+    "gather": _gather,
+    "scan": _scan,
+}
+
+
+def _rounds(steps: Sequence[_Step], world_size: int) -> tuple[Round, ...]:
+    """Route what the folds read; windows read nothing but what the same rank's folds read too."""
+    read: list[dict[str, set[RowRoute]]] = [{part: set() for part in PARTS} for _ in steps]
+    for fold in (fold for step in steps for fold in step.folds):
         for position, source in enumerate(fold.sources):
-            if source.rank != destination:
-                route = (source.rank, destination, source.row)
-                states.add(route)
-                if position > 0:
-                    transitions.add(route)
-    routes = {"state": frozenset(states), "transition": frozenset(transitions)}
+            route = (source.rank, fold.target.rank, source.row)
+            for part in PARTS if position > 0 else PARTS[:1]:
+                read[source.round][part].add(route)
+    return tuple(_round(step, parts, world_size) for step, parts in zip(steps, read, strict=True))
+
+
+def _round(step: _Step, read: Mapping[str, set[RowRoute]], world_size: int) -> Round:
+    routes = {part: frozenset(r for r in read[part] if r[0] != r[1]) for part in PARTS}
+    windows, folds = (_by_rank(many, world_size) for many in (step.windows, step.folds))
     sends = {part: _grouped(moves, 0, 2, world_size) for part, moves in routes.items()}
     receives = {part: _grouped(moves, 1, 0, world_size) for part, moves in routes.items()}
     ranks = tuple(
         RankRound(
-            tuple(sorted(of_rank[rank], key=lambda fold: fold.target.segment)),
+            windows[rank],
+            folds[rank],
             MappingProxyType({part: rows[rank] for part, rows in sends.items()}),
             MappingProxyType({part: peers[rank] for part, peers in receives.items()}),
         )
         for rank in range(world_size)
     )
-    return Round(MappingProxyType(routes), ranks)
+    parts = tuple(part for part in PARTS if read[part])
+    return Round(parts, MappingProxyType(routes), ranks)
+
+
+def _by_rank(folds: Iterable[Fold], world_size: int) -> list[tuple[Fold, ...]]:
+    of_rank: list[list[Fold]] = [[] for _ in range(world_size)]
+    for fold in sorted(folds, key=lambda fold: fold.target.segment):
+        of_rank[fold.target.rank].append(fold)
+    return [tuple(many) for many in of_rank]
 
 
 def _grouped(

@@ -14,20 +14,21 @@ exchange is used once::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from cptransport.composition import Round, Schedule, expand_routes, schedule
+from cptransport.composition import Fold, Round, RowRoute, Schedule, expand_routes, schedule
 from cptransport.engines import Need
 from cptransport.errors import CapabilityError
-from cptransport.merge import fold_gathered
+from cptransport.merge import compose_gathered, fold_gathered
 from cptransport.plan import Plan
 from cptransport.precision import ieee_math
 from cptransport.summary import advance
-from cptransport.transport import BoundaryTransport, PartSpec, Slot
+from cptransport.transport import BoundaryTransport, Gathered, PartSpec, Slot
 
 __all__ = ["Exchange", "Wire", "begin"]
 
@@ -42,7 +43,7 @@ class Wire:
         layout: the engine's state layout.
         batch: B.
         device: where the tables are; the transport's, or the inputs' in a group of one rank.
-        composition: ``"gather"`` or ``"handoff"``.
+        composition: ``"handoff"``, ``"gather"`` or ``"scan"``.
     """
 
     op: str
@@ -109,16 +110,22 @@ class Exchange:
         """Rows of a table that belong to a local segment."""
         return slice(row * self.wire.batch, (row + 1) * self.wire.batch)
 
-    def _slot(self, name: str, step: Round) -> Slot:
-        """The slot of a round: only parts that some route moves."""
+    def _slot(self, index: int, step: Round) -> Slot:
+        """The slot of a round: only parts that somebody reads."""
         return Slot(
-            name,
+            f"{self.name}.{index}" if index else self.name,
             tuple(
-                replace(part, routes=expand_routes(step.routes[part.name], self.wire.batch))
+                _routed(part, step.routes[part.name], self.wire.batch)
                 for part in self.wire.parts
-                if step.routes[part.name]
+                if part.name in step.parts
             ),
         )
+
+
+@lru_cache(maxsize=1024)
+def _routed(part: PartSpec, routes: frozenset[RowRoute], batch: int) -> PartSpec:
+    """Return the part with routes; the same object every time, so that slots compare at once."""
+    return replace(part, routes=expand_routes(routes, batch))
 
 
 class _Silent(Exchange):
@@ -131,26 +138,44 @@ class _Silent(Exchange):
         pass
 
 
-class _Gather(Exchange):
-    """One round: publish, gather, fold all predecessors locally."""
+class _PublishFirst(Exchange):
+    """Gather and scan: rounds of publish, then gather; at the end each segment folds its sources."""
 
     def __init__(
         self, wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str
     ) -> None:
         super().__init__(wire, plan, transport, direction)
-        (self._round,) = self.schedule.rounds
-        self._used = self._slot(self.name, self._round)
-        self.out = transport.stage(self._used)
+        rounds = self.schedule.rounds
+        self._slots = [self._slot(index, step) for index, step in enumerate(rounds)]
+        self._staged = [transport.stage(slot) for slot in self._slots]
+        self.out = self._staged[0]
 
     def publish(self) -> None:
-        self.transport.publish(self._used)
+        self.transport.publish(self._slots[0])
 
     def _receive(self, table: Tensor) -> None:
-        gathered = self.transport.gather(self._used)
-        wire, folds = self.wire, self._round.ranks[self.rank].folds
-        fold_gathered(
-            wire.op, self.schedule.direction, wire.layout, wire.batch, folds, gathered, table
-        )
+        gathered: list[Gathered] = []
+        for index, step in enumerate(self.schedule.rounds):
+            share = step.ranks[self.rank]
+            if index > 0:
+                self._merge(fold_gathered, share.windows, gathered, self._staged[index]["state"])
+                products = tuple(window for window in share.windows if window.transition)
+                if products:
+                    staged = self._staged[index]["transition"]
+                    self._merge(compose_gathered, products, gathered, staged)
+                self.transport.publish(self._slots[index])
+            gathered.append(self.transport.gather(self._slots[index]))
+            self._merge(fold_gathered, share.folds, gathered, table)
+
+    def _merge(
+        self,
+        how: Callable[..., None],
+        folds: tuple[Fold, ...],
+        gathered: Sequence[Gathered],
+        table: Tensor,
+    ) -> None:
+        wire = self.wire
+        how(wire.op, self.schedule.direction, wire.layout, wire.batch, folds, gathered, table)
 
 
 class _Handoff(Exchange):
@@ -161,7 +186,7 @@ class _Handoff(Exchange):
     ) -> None:
         super().__init__(wire, plan, transport, direction)
         rounds = self.schedule.rounds
-        self._slots = [self._slot(f"{self.name}.{i}", step) for i, step in enumerate(rounds)]
+        self._slots = [self._slot(index, step) for index, step in enumerate(rounds)]
         self._staged = [transport.stage(slot)["state"] for slot in self._slots]
         # Finished states go where E was: into the slot itself when there is one, so that a first
         # segment writes in place.
@@ -213,7 +238,11 @@ class _Handoff(Exchange):
         self._published += 1
 
 
-_WAYS: Mapping[str, type[Exchange]] = {"gather": _Gather, "handoff": _Handoff}
+_WAYS: Mapping[str, type[Exchange]] = {
+    "handoff": _Handoff,
+    "gather": _PublishFirst,
+    "scan": _PublishFirst,
+}
 
 
 def begin(wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str) -> Exchange:
@@ -226,7 +255,7 @@ def begin(wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str) 
         direction: ``"forward"`` or ``"backward"``.
 
     Raises:
-        UnsupportedOptionError, OpInputError: the composition is not served or unknown.
+        OpInputError: the composition is unknown.
         CapabilityError: ``handoff`` on a transport that is not pairwise; alike on all ranks.
         TransportError: as the verbs.
 

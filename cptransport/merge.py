@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folding what a gather brought: one kernel out of the address table where there is one, plain torch elsewhere.
+"""Folding what gathers brought: one kernel out of the address tables where there is one, plain torch elsewhere.
 
 Both compute the same fold; which one runs depends on op, device, dtype and sizes only, so it is the
 same on every rank and for every transport.
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from cptransport.composition import Fold, Source
 from cptransport.precision import ieee_math
-from cptransport.summary import advance
+from cptransport.summary import advance, compose
 from cptransport.transport import Gathered
 
-__all__ = ["fold_gathered"]
+__all__ = ["compose_gathered", "fold_gathered"]
 
 _KERNEL_DIMS = frozenset({16, 32, 64, 128, 256})
 
@@ -31,39 +31,65 @@ def fold_gathered(
     layout: str,
     batch: int,
     folds: tuple[Fold, ...],
-    gathered: Gathered,
+    gathered: Sequence[Gathered],
     table: Tensor,
 ) -> None:
-    """Fold every segment's sources into the state that enters it.
+    """Fold sources into states: those that enter segments, or those of windows.
 
     Args:
         op: ``"kda"`` or ``"ssd"``. direction: ``"forward"`` or ``"backward"``.
         layout: of the tables, ``"k_major"`` or ``"v_major"``.
         batch: B.
         folds: of this rank's segments, see ``composition``.
-        gathered: the parts ``state`` and, where a fold has two sources, ``transition``.
-        table: ``[R, ...]``; the rows of the folds' targets are overwritten.
+        gathered: by round, the parts ``state`` and, where a fold has two sources, ``transition``.
+        table: ``[R, ...]`` states; the rows of the folds' targets are overwritten.
 
     Stream: runs on the current stream.
     """
     if not folds:
         return
     if _kernel_serves(op, layout, table):
-        _by_kernel(direction, batch, folds, gathered, table)
+        _fold_by_kernel(direction, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
-
-    def take(part: str, source: Source) -> Tensor:
-        rows = slice(source.row * batch, (source.row + 1) * batch)
-        return gathered.tensor(part, source.rank)[rows]
-
     with ieee_math(table.device.type):
         for fold in folds:
             first, *others = fold.sources
-            state = take("state", first)
+            state = _take(gathered, "state", first, batch)
             for source in others:
-                state = step(take("transition", source), state, take("state", source))
-            table[fold.target.row * batch : (fold.target.row + 1) * batch] = state
+                transition = _take(gathered, "transition", source, batch)
+                state = step(transition, state, _take(gathered, "state", source, batch))
+            table[_rows(fold.target.row, batch)] = state
+
+
+def compose_gathered(
+    op: str,
+    direction: str,
+    layout: str,
+    batch: int,
+    folds: tuple[Fold, ...],
+    gathered: Sequence[Gathered],
+    table: Tensor,
+) -> None:
+    """Compose the transitions of each fold's two sources; arguments as ``fold_gathered``, the table of transitions."""
+    if not folds:
+        return
+    if _kernel_serves(op, layout, table):
+        _compose_by_kernel(direction, batch, folds, gathered, table)
+        return
+    product = compose(op, direction, layout)
+    with ieee_math(table.device.type):
+        for fold in folds:
+            earlier, later = (_take(gathered, "transition", s, batch) for s in fold.sources)
+            table[_rows(fold.target.row, batch)] = product(later, earlier)
+
+
+def _take(gathered: Sequence[Gathered], part: str, source: Source, batch: int) -> Tensor:
+    return gathered[source.round].tensor(part, source.rank)[_rows(source.row, batch)]
+
+
+def _rows(row: int, batch: int) -> slice:
+    return slice(row * batch, (row + 1) * batch)
 
 
 def _kernel_serves(op: str, layout: str, table: Tensor) -> bool:
@@ -77,16 +103,22 @@ def _kernel_serves(op: str, layout: str, table: Tensor) -> bool:
     )
 
 
-def _by_kernel(
-    direction: str, batch: int, folds: tuple[Fold, ...], gathered: Gathered, table: Tensor
+def _fold_by_kernel(
+    direction: str,
+    batch: int,
+    folds: tuple[Fold, ...],
+    gathered: Sequence[Gathered],
+    table: Tensor,
 ) -> None:
     from cptransport_kernels.fold import fold
 
-    addresses = gathered.addresses
+    rounds = _rounds(folds)
+    states = _addresses(gathered, rounds, "state")
+    assert states is not None
     fold(
-        _steps(folds, table.device),
-        addresses["state"],
-        addresses.get("transition"),
+        _fold_steps(folds, rounds, len(gathered[0]["state"]), table.device),
+        states,
+        _addresses(gathered, rounds, "transition"),
         shape=(table.shape[1], table.shape[2], table.shape[3]),
         batch=batch,
         out=table,
@@ -94,8 +126,49 @@ def _by_kernel(
     )
 
 
+def _compose_by_kernel(
+    direction: str,
+    batch: int,
+    folds: tuple[Fold, ...],
+    gathered: Sequence[Gathered],
+    table: Tensor,
+) -> None:
+    """A product of transitions is a fold whose state is a transition."""
+    from cptransport_kernels.fold import fold
+
+    rounds = _rounds(folds)
+    transitions = _addresses(gathered, rounds, "transition")
+    assert transitions is not None
+    fold(
+        _compose_steps(folds, rounds, len(gathered[0]["state"]), table.device, direction),
+        transitions,
+        transitions,
+        shape=(table.shape[1], table.shape[2], table.shape[3]),
+        batch=batch,
+        out=table,
+    )
+
+
 @lru_cache(maxsize=256)
-def _steps(folds: tuple[Fold, ...], device: torch.device) -> Any:
+def _rounds(folds: tuple[Fold, ...]) -> tuple[int, ...]:
+    """The rounds that folds read; the kernel's tables have their addresses one after the other."""
+    return tuple(sorted({source.round for fold in folds for source in fold.sources}))
+
+
+def _addresses(gathered: Sequence[Gathered], rounds: tuple[int, ...], part: str) -> Tensor | None:
+    """Return int64 ``[rounds * world_size]`` addresses of a part; None if no round has it."""
+    tables = [gathered[index].addresses.get(part) for index in rounds]
+    present = [table for table in tables if table is not None]
+    if len(tables) <= 1 or not present:
+        return tables[0]
+    # Whose round lacks the part is never asked for it.
+    return torch.cat([present[0] if table is None else table for table in tables])
+
+
+@lru_cache(maxsize=256)
+def _fold_steps(
+    folds: tuple[Fold, ...], rounds: tuple[int, ...], world_size: int, device: torch.device
+) -> Any:
     """The kernel's table of steps, uploaded once."""
     from cptransport_kernels.fold import FoldSteps
 
@@ -104,8 +177,35 @@ def _steps(folds: tuple[Fold, ...], device: torch.device) -> Any:
         first, *others = fold.sources
         rows.append(
             [
-                (first.rank, first.row, -1, -1),
-                *((source.rank, source.row, source.row, -1) for source in others),
+                (_place(first, rounds, world_size), first.row, -1, -1),
+                *((_place(s, rounds, world_size), s.row, s.row, -1) for s in others),
             ]
         )
     return FoldSteps(rows, device, results=[fold.target.row for fold in folds])
+
+
+@lru_cache(maxsize=256)
+def _compose_steps(
+    folds: tuple[Fold, ...],
+    rounds: tuple[int, ...],
+    world_size: int,
+    device: torch.device,
+    direction: str,
+) -> Any:
+    """The same for ``later @ earlier``, or ``earlier @ later`` in the backward: see ``summary``."""
+    from cptransport_kernels.fold import FoldSteps
+
+    rows: list[Sequence[tuple[int, int, int, int]]] = []
+    for fold in folds:
+        right, left = fold.sources if direction == "forward" else fold.sources[::-1]
+        rows.append(
+            [
+                (_place(right, rounds, world_size), right.row, -1, -1),
+                (_place(left, rounds, world_size), -1, left.row, -1),
+            ]
+        )
+    return FoldSteps(rows, device, results=[fold.target.row for fold in folds])
+
+
+def _place(source: Source, rounds: tuple[int, ...], world_size: int) -> int:
+    return rounds.index(source.round) * world_size + source.rank

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The algebra of summaries: how one step of a fold acts on a state.
+"""The algebra of summaries: how one step of a fold acts on a state, and on a transition.
 
 A segment maps the state that enters to the one that leaves, ``S -> M S + E``; a gradient goes the
 other way,
@@ -10,6 +10,10 @@ other way,
 * ``"ssd"``: a natural-log decay ``[nheads]``; states ``[nheads, headdim, dstate]``; its transpose
     is itself.
 
+Two segments are one, ``(M2, E2) after (M1, E1) = (M2 M1, M2 E1 + E2)``: the state part is a step of
+a fold, the transition part is ``compose``. In the backward the map of a transition is its
+transpose, so that of both is stored as ``M1 M2``.
+
 Composition is done in the tables' dtype (float32, or float64 for float64 inputs), never in TF32.
 
 Source: docs/algebra.md.
@@ -19,12 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-__all__ = ["Advance", "advance"]
+__all__ = ["Advance", "Compose", "advance", "compose"]
 
 #: ``advance(transition, state, summary) -> M state + summary`` over any leading axes.
 Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: ``compose(later, earlier) -> transition of both``, in travel order, over any leading axes.
+Compose = Callable[[Tensor, Tensor], Tensor]
 
 
 def advance(op: str, direction: str, layout: str) -> Advance:
@@ -42,6 +49,17 @@ def advance(op: str, direction: str, layout: str) -> Advance:
     if layout == "v_major":
         return _right_transposed if transposed else _right
     return _left_transposed if transposed else _left
+
+
+def compose(op: str, direction: str, layout: str) -> Compose:
+    """Return how the transitions of two segments become one; arguments as ``advance``."""
+    if op == "ssd":
+        return torch.add
+    # K-major, forward, a transition is applied from the left: the later one stands first. A V-major
+    # table holds transposes, a backward applies transposes; each reverses the order of a product.
+    if (direction == "backward") == (layout == "v_major"):
+        return _later_first
+    return _earlier_first
 
 
 def _decay(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
@@ -62,3 +80,11 @@ def _right(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
 
 def _right_transposed(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
     return state @ transition.mT + summary
+
+
+def _later_first(later: Tensor, earlier: Tensor) -> Tensor:
+    return later @ earlier
+
+
+def _earlier_first(later: Tensor, earlier: Tensor) -> Tensor:
+    return earlier @ later

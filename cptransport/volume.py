@@ -34,11 +34,10 @@ def volume(plan: Plan, slot: Slot, composition: str) -> Volume:
         slot: parts among ``state`` and ``transition`` (``[max_segments * B, ...]``) and ``halo``
             (``[max_segments * (W - 1), ...]``). What it lacks is not counted; its own routes are
             not read.
-        composition: ``"handoff"`` or ``"gather"``; the halo does not depend on it.
+        composition: ``"handoff"``, ``"gather"`` or ``"scan"``; the halo does not depend on it.
 
     Raises:
         PlanError: another part, or a first axis that is not a multiple of ``max_segments``.
-        UnsupportedOptionError: composition ``scan``.
         OpInputError: unknown composition.
     """
     check_composition(composition)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from cptransport.composition import COMPOSITIONS, DIRECTIONS, expand_routes, schedule
-from cptransport.errors import OpInputError, PlanError, UnsupportedOptionError
+from cptransport.errors import OpInputError, PlanError
 from cptransport.plan import build_plan
 from cptransport.transport import PartSpec, Slot
 
@@ -69,75 +69,96 @@ class Problem:
 
 
 class Rank:
-    """One rank that runs a schedule as a sequential process; yields while it would block."""
+    """One rank that runs a schedule as a sequential process; yields while it would block.
+
+    ``own`` and ``received`` hold per round what is in its slot, by (part, rank, row).
+    """
 
     def __init__(self, problem: Problem, plan: Any, rank: int, plans: Any) -> None:
         self.problem, self.plan, self.rank, self.schedule = problem, plan, rank, plans
         self.entered: dict[int, np.ndarray] = {}
-        self.published: list[dict[str, dict[int, np.ndarray]]] = []
+        self.published: list[dict[tuple[str, int, int], np.ndarray]] = []
         self.bytes_received = 0
-        self.unused: set[tuple[str, int, int]] = set()
-        self.own: dict[str, dict[int, np.ndarray]] = {"state": {}, "transition": {}}
+        self.own: list[dict[tuple[str, int, int], np.ndarray]] = [{} for _ in plans.rounds]
+        self.received: list[dict[tuple[str, int, int], np.ndarray]] = [{} for _ in plans.rounds]
+        self.unused: set[tuple[int, tuple[str, int, int]]] = set()
         for row, i in enumerate(plan.owned(rank)):
             m, e = problem.summary[i]
-            if plans.needs[i].state:
-                self.own["state"][row] = e
-            if plans.needs[i].transition:
-                self.own["transition"][row] = m
+            # The finished state of a handoff, wherever it travels, takes the place of E.
+            for own in self.own if plans.receive_first else self.own[:1]:
+                if plans.needs[i].state:
+                    own["state", rank, row] = e
+                if plans.needs[i].transition:
+                    own["transition", rank, row] = m
 
     def run(self, peers: list[Rank]) -> Iterator[None]:
         for number, step in enumerate(self.schedule.rounds):
             mine = step.ranks[self.rank]
+            assert bool(mine.windows) <= (number > 0)
+            for window in mine.windows:
+                self.make(window, number)
             if not self.schedule.receive_first:
-                self.publish(mine)
+                self.publish(mine, number)
             needed = {peer for sources in mine.receives.values() for peer in sources}
             while any(len(peers[peer].published) <= number for peer in needed):
                 yield
-            received = self.receive(step, peers, number)
+            self.receive(step, peers, number)
             for fold in mine.folds:
-                assert (fold.target.rank, self.plan.owned(self.rank)[fold.target.row]) == (
-                    self.rank,
-                    fold.target.segment,
-                )
-                self.fold(fold, received)
+                self.enter(fold)
             if self.schedule.receive_first:
-                self.publish(mine)
-            assert not self.unused, "something moved that nobody used"
+                self.publish(mine, number)
+        assert not self.unused, "something moved that nobody used"
 
-    def publish(self, mine: Any) -> None:
-        self.published.append(
-            {part: {row: self.own[part][row] for row in rows} for part, rows in mine.sends.items()}
-        )
+    def publish(self, mine: Any, number: int) -> None:
+        keys = [(part, self.rank, row) for part, rows in mine.sends.items() for row in rows]
+        self.published.append({key: self.own[number][key] for key in keys})
 
-    def receive(self, step: Any, peers: list[Rank], number: int) -> Any:
-        received = {}
+    def receive(self, step: Any, peers: list[Rank], number: int) -> None:
         for part, routes in step.routes.items():
             for source, destination, row in routes:
                 assert source != destination
+                assert part in step.parts
                 if destination == self.rank:
-                    received[part, source, row] = peers[source].published[number][part][row]
+                    key = (part, source, row)
+                    self.received[number][key] = peers[source].published[number][key]
+                    self.unused.add((number, key))
                     self.bytes_received += ROW[part]
                     assert source in step.ranks[self.rank].receives[part]
-        self.unused |= set(received)
-        return received
 
-    def fold(self, fold: Any, received: Any) -> None:
-        def read(part: str, source: Any) -> np.ndarray:
-            assert self.plan.owned(source.rank)[source.row] == source.segment
-            if source.rank == self.rank:
-                return self.own[part][source.row]
-            self.unused.discard((part, source.rank, source.row))
-            return received[part, source.rank, source.row]
+    def read(self, part: str, source: Any) -> np.ndarray:
+        assert self.plan.owned(source.rank)[source.row] == source.segment
+        assert part in self.schedule.rounds[source.round].parts
+        key = (part, source.rank, source.row)
+        if source.rank == self.rank:
+            return self.own[source.round][key]
+        self.unused.discard((source.round, key))
+        return self.received[source.round][key]
 
+    def fold(self, fold: Any) -> np.ndarray:
+        assert fold.target.rank == self.rank
+        assert self.plan.owned(self.rank)[fold.target.row] == fold.target.segment
         first, *others = fold.sources
-        state = read("state", first)
+        state = self.read("state", first)
         for source in others:
-            state = (read("transition", source) @ state + read("state", source)) % PRIME
+            state = (self.read("transition", source) @ state + self.read("state", source)) % PRIME
+        return state
+
+    def make(self, window: Any, number: int) -> None:
+        assert window.target.round == number
+        assert {source.round for source in window.sources} == {number - 1}
+        row = window.target.row
+        self.own[number]["state", self.rank, row] = self.fold(window)
+        if window.transition:
+            earlier, later = (self.read("transition", source) for source in window.sources)
+            self.own[number]["transition", self.rank, row] = later @ earlier % PRIME
+
+    def enter(self, fold: Any) -> None:
+        state = self.fold(fold)
         self.entered[fold.target.segment] = state
-        if self.schedule.receive_first and fold.target.row in self.own["state"]:
-            row = fold.target.row  # the finished state is what travels on
-            m, e = self.own["transition"][row], self.own["state"][row]
-            self.own["state"][row] = (m @ state + e) % PRIME
+        if self.schedule.receive_first and self.schedule.needs[fold.target.segment].state:
+            m, e = self.problem.summary[fold.target.segment]
+            for own in self.own:
+                own["state", self.rank, fold.target.row] = (m @ state + e) % PRIME
 
 
 def execute(case: Any, direction: str, composition: str) -> list[Rank]:
@@ -294,13 +315,10 @@ def test_volume_refuses_what_it_cannot_count() -> None:
         plan.volume(Slot("s", (PartSpec("tails", (2, 4), torch.float32),)), "gather")
 
 
-def test_unserved_and_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     plan = build_plan([0, 8], world_size=2)
-    with pytest.raises(UnsupportedOptionError, match="scan"):
-        plan.volume(slot(plan), "scan")
-    with pytest.raises(UnsupportedOptionError, match="scan"):
-        schedule(plan, "forward", "scan")
-    with pytest.raises(OpInputError, match=r"unknown composition 'gathr'; valid: handoff, gather"):
+    words = r"unknown composition 'gathr'; valid: handoff, gather, scan"
+    with pytest.raises(OpInputError, match=words):
         plan.volume(slot(plan), "gathr")
     with pytest.raises(OpInputError, match=r"unknown direction 'sideways'"):
         schedule(plan, "sideways", "gather")

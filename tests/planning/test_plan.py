@@ -215,10 +215,18 @@ handoff, backward: 2 rounds
 gather, forward: 1 round
   states received: rank 0 1, rank 1 1
 gather, backward: 1 round
+  states received: rank 0 1, rank 1 1
+scan, forward: 1 round
+  states received: rank 0 1, rank 1 1
+scan, backward: 1 round
   states received: rank 0 1, rank 1 1"""
     )
     long = build_plan([0, 12], world_size=3, boundaries=[0, 4, 8, 12]).describe()
     assert long.endswith(
         "gather, backward: 1 round\n  states received: rank 0 2, rank 1 1\n"
+        "  transitions received: rank 0 1\n"
+        "scan, forward: 2 rounds\n  states received: rank 1 1, rank 2 2\n"
+        "  transitions received: rank 2 1\n"
+        "scan, backward: 2 rounds\n  states received: rank 0 2, rank 1 1\n"
         "  transitions received: rank 0 1"
     )
