@@ -10,7 +10,7 @@ from typing import Any
 from cptransport.layouts import LAYOUTS
 from cptransport.plan import Plan, build_plan
 
-__all__ = ["add_parser", "draw", "run"]
+__all__ = ["add_parser", "boundaries", "draw", "offsets", "run"]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--cu-seqlens",
-        type=_offsets,
+        type=offsets,
         required=True,
         metavar="0,5,13",
         help="offsets of the sequences in the packed stream",
@@ -39,13 +39,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument(
         "--boundaries",
-        type=_boundaries,
+        type=boundaries,
         metavar="0,4,13",
         help="where ranks start, for contiguous; for custom the pieces as RANK:START:STOP,...",
     )
     parser.add_argument(
         "--padded-cu-seqlens",
-        type=_offsets,
+        type=offsets,
         metavar="0,8,16",
         help="rows where the sequences start in the padded buffer",
     )
@@ -123,13 +123,15 @@ def draw(plan: Plan, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _offsets(text: str) -> list[int]:
+def offsets(text: str) -> list[int]:
+    """Parse ``0,5,13``."""
     return [_integer(word) for word in text.split(",")]
 
 
-def _boundaries(text: str) -> list[int] | list[tuple[int, ...]]:
+def boundaries(text: str) -> list[int] | list[tuple[int, ...]]:
+    """Parse ``0,4,13``, or pieces ``RANK:START:STOP,...``."""
     if ":" not in text:
-        return _offsets(text)
+        return offsets(text)
     return [tuple(_integer(word) for word in piece.split(":")) for piece in text.split(",")]
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cptransport.errors import OpInputError
 from cptransport.plan import Plan, build_plan
 
 __all__ = ["INITIAL", "OPS", "OPTIONAL", "OpCase", "OpSpec", "owned_states"]
@@ -95,9 +96,12 @@ class OpSpec:
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
-            raise ValueError(f"unknown op {self.op!r}; choose one of {', '.join(OPS)}")
+            raise OpInputError(f"unknown op {self.op!r}; choose one of {', '.join(OPS)}")
         if unknown := set(self.optional) - set(OPTIONAL[self.op]):
-            raise ValueError(f"{self.op} has no optional inputs {sorted(unknown)}")
+            raise OpInputError(f"{self.op} has no optional inputs {sorted(unknown)}")
+        for name in ("batch", "heads", "value_heads", "key_dim", "value_dim", "width"):
+            if getattr(self, name) < 1:
+                raise OpInputError(f"{name} must be at least 1, got {getattr(self, name)}")
 
     def with_(self, **changes: Any) -> OpSpec:
         """Return a copy with some attributes changed."""
@@ -105,11 +109,8 @@ class OpSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes that are not the default, as JSON values."""
-        return {
-            f.name: value
-            for f in fields(self)
-            if (value := getattr(self, f.name)) != f.default and value != {}
-        }
+        changed = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
+        return {n: x for n, x, default in changed if x != default and x is not default and x != {}}
 
     def plan(self) -> Plan:
         """Return the plan of the call."""

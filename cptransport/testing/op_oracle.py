@@ -55,7 +55,7 @@ class Comparison:
         where = "sum over ranks" if self.rank is None else f"rank {self.rank}"
         verdict = "ok" if self.ok else "WRONG"
         return (
-            f"{where:14}  {self.name:24}  {self.measure:5}  {self.error:9.2e} <= {self.limit:7.1e}"
+            f"{where:14}  {self.name:26}  {self.measure:5}  {self.error:9.2e} <= {self.limit:7.1e}"
             f"  (reference {self.scale:8.2e})  {verdict}"
         )
 

@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any
 
+from cptransport.composition import COMPOSITIONS
 from cptransport.testing.op_cases import OPTIONAL, OpSpec
 
 __all__ = ["random_spec"]
@@ -32,7 +33,7 @@ def random_spec(rng: random.Random, op: str, **fixed: Any) -> OpSpec:
         "value_dim": rng.choice((5, 6, 12)),
         "width": rng.randint(1, 6),
         "optional": [name for name in OPTIONAL[op] if rng.random() < 0.6],
-        "composition": rng.choice(("gather", "handoff")),
+        "composition": rng.choice(COMPOSITIONS),
         "overlap": rng.random() < 0.3,
         "strided": rng.random() < 0.4,
         "alternate": rng.random() < 0.5,

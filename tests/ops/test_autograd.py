@@ -17,6 +17,7 @@ from cptransport import (
     TransportTimeoutError,
     threads,
 )
+from cptransport.composition import COMPOSITIONS
 from cptransport.ops import (
     causal_conv1d,
     chunk_kda,
@@ -45,7 +46,7 @@ def uneven(op: str, seed: int = 0, **more: Any) -> OpCase:
 @pytest.mark.parametrize("op", OPS)
 def test_every_rank_has_another_length_and_one_has_none(op: str) -> None:
     """Report 4 and the user's packing: lengths 9, 0, 5, 17."""
-    for composition in ("gather", "handoff"):
+    for composition in COMPOSITIONS:
         case = uneven(op, composition=composition)
         check(case, run_threads(case))
 

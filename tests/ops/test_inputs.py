@@ -211,17 +211,6 @@ def test_unknown_arguments_are_type_errors(op: str) -> None:
     alone(body)
 
 
-def test_modes_that_are_not_served_yet(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body(context: CPContext) -> None:
-        for mode in ("permute_p2p", "permute_a2a", "all_to_all"):
-            with pytest.raises(UnsupportedOptionError, match=mode):
-                ops.mamba_split_conv1d_scan_combined(
-                    **mixer_inputs(), cp_context=context, load_balancing=mode
-                )
-
-    alone(body)
-
-
 def test_load_balancing_none_needs_a_contiguous_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     plans = {
         layout: build_plan([0, 4, T], world_size=2, layout=layout)
@@ -255,7 +244,6 @@ def test_load_balancing_none_needs_a_contiguous_plan(monkeypatch: pytest.MonkeyP
     ("name", "value", "error"),
     [
         ("CULA_CP_COMPOSITION", "gatter", EnvVarError),
-        ("CULA_CP_COMPOSITION", "scan", UnsupportedOptionError),
         ("CULA_CP_OVERLAP", "yes", EnvVarError),
         ("CULA_CP_CHECK", "2", EnvVarError),
         ("CULA_CP_ENGINE", "tritn", cptransport.BackendNotFoundError),

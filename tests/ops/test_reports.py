@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cptransport import CPContext, PlanError, build_plan, ops, threads
+from cptransport.composition import COMPOSITIONS
 from cptransport.testing import assert_close, relative_error
 from cptransport.testing.op_cases import INITIAL, OPS, OpCase, OpSpec
 from cptransport.testing.op_oracle import check, judge
@@ -220,7 +221,7 @@ def test_29_zigzag_of_lengths_that_do_not_divide() -> None:
     for op in OPS:
         for offsets in ([0, 16], [0, 18], [0, 7, 18]):
             for layout in ("zigzag", "zigzag_per_sequence"):
-                for composition in ("gather", "handoff"):
+                for composition in COMPOSITIONS:
                     right(spec_of(op, offsets, 2, layout=layout, composition=composition))
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cptransport import CPContext, OpInputError, build_plan, ops, threads
+from cptransport.composition import COMPOSITIONS
 from cptransport.testing import relative_error
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check, reference
@@ -44,7 +45,7 @@ def test_16_constant_gates(gate: float, dtype: str) -> None:
 @pytest.mark.parametrize("token", [0, 1, 15, 16, 23, 24, 25, 47, 63])
 def test_16_one_token_forgets_everything(token: int, channels: str) -> None:
     """At either end of a chunk, of a rank, of the sequence; one channel of one head, or all."""
-    for composition in ("gather", "handoff"):
+    for composition in COMPOSITIONS:
         spec = OpSpec("kda", [0, 64], 3, optional=("initial_state",), composition=composition)
         case = OpCase.of(spec)
         where: Any = (0, token, 1, 3) if channels == "one" else (0, token)
