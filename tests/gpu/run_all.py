@@ -186,19 +186,22 @@ def main() -> int:
 
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        environment = _environment()
+        environment = ""
         try:
             daemon = stack.enter_context(MpsDaemon(daemon_environment()))
             os.environ.update(daemon.environment)
-            environment += "MPS: a private daemon\n"
+            environment = "MPS: a private daemon\n"
         except MpsUnavailableError as error:
-            environment += f"MPS: none: {error}\n"
+            environment = f"MPS: none: {error}\n"
         results: list[Result] = []
-        with ThreadPoolExecutor(args.jobs) as executor:
+        with ThreadPoolExecutor(args.jobs + 1) as executor:
+            machine = executor.submit(_environment)
             ran = executor.map(lambda s: _run(s, folder, deadline, args.pytest.split()), steps)
             for result in ran:
                 results.append(result)
                 _write(args.out, folder, environment, results)
+        environment += machine.result()
+        _write(args.out, folder, environment, results)
         print(environment)
         for result in results:
             for line in _failures(folder, result):

@@ -23,7 +23,8 @@ from cptransport.testing.op_rank import RankRun, run_specs
 pytestmark = pytest.mark.gpu
 
 #: A case that hangs must not use up the time of a leased GPU.
-WATCHDOG_S = 30.0
+WATCHDOG_S = 40.0
+WAIT_S = 8.0
 
 
 def shared(ranks: int) -> dict[str, str]:
@@ -42,6 +43,7 @@ class SharedGpu(TransportContract):
     def run(
         self, case: Callable[..., Any], world_size: int, *, watchdog_s: float = 0, **kwargs: Any
     ) -> list[Any]:
+        kwargs.setdefault("transport_timeout_s", WAIT_S)
         return super().run(case, world_size, watchdog_s=watchdog_s or WATCHDOG_S, **kwargs)
 
 

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _end_ranks() -> Any:
     yield
     close_pools()
@@ -76,9 +76,9 @@ def _kda(ranks: Ranks, layout: str) -> list[float]:
     return [inside, again, after, routing.calls]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("backend", ["nccl", "cupy_ipc", "gloo"])
+@pytest.mark.parametrize("backend", ["cupy_ipc", "nccl", "gloo"])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_kda_has_the_same_bits(backend: str, layout: str, ranks: int) -> None:
     served = pool(backend, ranks, ranks, device="cuda", env=sharing_environment(ranks))
     rows = served.run(_kda, transport=False, timeout_s=120, layout=layout)
