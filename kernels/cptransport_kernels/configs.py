@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pinned kernel configurations: one per arithmetic and head size, no timing at run time, so every
+rank runs the same code.
+
+Measured on one H200 (see docs/results); other devices run them too, not at their best.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["HEAD_DIMS", "KDAConfig", "kda_config", "piece_tokens"]
+
+#: Key and value sizes the kernels are written for; others are padded. None below 64: with chunks
+#: of 64 tokens, Triton 3.6 was
+#: seen to compile products with 16 and 32 bfloat16 columns to wrong results and out-of-range
+#: shared addresses on sm_90.
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes and launch options of one kernel."""
+
+    block: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class KDAConfig:
+    """How KDA's kernels run for one arithmetic and head size.
+
+    Attributes:
+        dtype: of matrix operands and of what passes between kernels.
+        precision, solve_precision: ``input_precision`` of products of float32 operands; of the
+            triangular solve.
+        chunk: tokens per chunk, a power of two.
+        prepare, walk, back_walk, correct, enter, pair_grad, chunk_grad, finish: per kernel.
+            ``block`` is the block of channels, or
+            of state columns.
+    """
+
+    dtype: torch.dtype
+    precision: str
+    solve_precision: str
+    chunk: int
+    prepare: Tile
+    walk: Tile
+    back_walk: Tile
+    correct: Tile
+    enter: Tile
+    pair_grad: Tile
+    chunk_grad: Tile
+    finish: Tile
+
+    @property
+    def levels(self) -> int:
+        """Depth of the tree over a chunk."""
+        return self.chunk.bit_length() - 1
+
+
+def kda_config(input_dtypes: tuple[torch.dtype, ...], key_dim: int, value_dim: int) -> KDAConfig:
+    """Return the configuration for q, k, v of these dtypes.
+
+    bfloat16 inputs use bfloat16 operands. float16 inputs use tf32 operands, which have float16's
+    precision and do not overflow
+    on states. With any float32 input products are three-pass tf32.
+    """
+    largest = max(key_dim, value_dim)
+    if all(dtype == torch.bfloat16 for dtype in input_dtypes):
+        small = largest <= 128
+        return KDAConfig(
+            dtype=torch.bfloat16,
+            precision="tf32",
+            solve_precision="tf32",
+            chunk=64 if small else 32,
+            prepare=Tile(64, 4, 1),
+            walk=Tile(32, 4, 3 if small else 2),
+            back_walk=Tile(32, 4, 3 if small else 2),
+            correct=Tile(64, 4, 1),
+            enter=Tile(32, 4, 4),
+            pair_grad=Tile(64, 4, 1),
+            chunk_grad=Tile(64, 8, 1),
+            finish=Tile(64, 4, 1),
+        )
+    precise = any(dtype == torch.float32 for dtype in input_dtypes)
+    precision = "tf32x3" if precise else "tf32"
+    return KDAConfig(
+        dtype=torch.float32,
+        precision=precision,
+        solve_precision=precision,
+        chunk=32,
+        prepare=Tile(32, 4, 1),
+        walk=Tile(32 if largest <= 128 else 16, 4, 1),
+        back_walk=Tile(32 if largest <= 128 else 16, 4, 1),
+        correct=Tile(32, 4, 1),
+        enter=Tile(32, 4, 1),
+        pair_grad=Tile(32, 4, 1),
+        chunk_grad=Tile(32, 4, 1),
+        finish=Tile(32, 4, 1),
+    )
+
+
+def piece_tokens(
+    num_tokens: int, segments: int, heads: int, value_dim: int, config: KDAConfig, processors: int
+) -> int:
+    """Return the length at which segments are cut so that a walk of one rank fills the GPU.
+
+    Cutting costs a fold and, where a segment was seeded, the columns of its transition: it pays
+        only for long spans that leave
+    most of the ``processors`` idle.
+    """
+    columns = max(1, value_dim // min(config.walk.block, value_dim)) * 2
+    walkers = max(1, heads * columns * max(1, segments))
+    chunks = -(-num_tokens // config.chunk)
+    # Under a quarter of the GPU busy, and pieces long enough to be worth their fold.
+    wanted = processors // walkers if 4 * walkers <= processors else 1
+    return config.chunk * max(16, -(-chunks // wanted))
