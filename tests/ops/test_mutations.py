@@ -28,6 +28,7 @@ CASES = {
     "zigzag": OpSpec("kda", PACKED, 3, "zigzag"),
     "ssd": OpSpec("ssd", PACKED, 4, options={"chunk_size": 16}),
     "handoff": OpSpec("kda", PACKED, 4, composition="handoff"),
+    "scan": OpSpec("kda", (0, 7, 42), 5, "zigzag", composition="scan"),
     "conv1d": OpSpec("conv1d", PACKED, 4),
 }
 
@@ -83,7 +84,7 @@ def drop_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange.Exchange, "incoming", incoming)
 
 
-@pytest.mark.parametrize("name", ["kda", "ssd", "zigzag", "handoff"])
+@pytest.mark.parametrize("name", ["kda", "ssd", "zigzag", "handoff", "scan"])
 def test_dropping_the_reverse_exchange(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drop_reverse(monkeypatch)
     found = wrong(name)
@@ -101,7 +102,7 @@ def replace_advance(
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["kda", "square", "zigzag", "handoff"])
+@pytest.mark.parametrize("name", ["kda", "square", "zigzag", "handoff", "scan"])
 def test_transposing_the_transition(
     name: str, direction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,7 +117,18 @@ def test_transposing_the_transition(
     assert names(found) >= expected, [str(each) for each in found]
 
 
-@pytest.mark.parametrize("name", ["kda", "ssd"])
+def test_composing_transitions_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not commute; only a scan multiplies them."""
+
+    def compose(op: str, direction: str, layout: str) -> Callable[[Tensor, Tensor], Tensor]:
+        right = summary.compose(op, direction, layout)
+        return lambda one, other: right(other, one)
+
+    monkeypatch.setattr(merge, "compose", compose)
+    assert names(wrong("scan")) >= {"output", "dk", "dv"}
+
+
+@pytest.mark.parametrize("name", ["kda", "ssd", "scan"])
 def test_dropping_the_transition(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Report 23: the approximation that forgets what an interior segment lets through."""
     replace_advance(monkeypatch, lambda *_: lambda transition, state, summary: summary)
