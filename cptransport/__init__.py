@@ -49,7 +49,7 @@ from cptransport.transport import (
 from cptransport.transports import threads
 
 if TYPE_CHECKING:
-    from cptransport.ops import join_backward, last_run
+    from cptransport.ops import convert_layout, join_backward, last_run
 
 __all__ = [
     "TRANSPORT_API_VERSION",
@@ -88,6 +88,7 @@ __all__ = [
     "__version__",
     "build_cp_context",
     "build_plan",
+    "convert_layout",
     "create_transport",
     "join_backward",
     "last_run",
@@ -98,7 +99,7 @@ __version__ = installed_version(CORE)
 
 sys.modules[f"{__name__}.threads"] = threads  # so that `import cptransport.threads` works too
 
-_FROM_OPS = ("join_backward", "last_run")
+_FROM_OPS = ("convert_layout", "join_backward", "last_run")
 
 
 def __getattr__(name: str) -> Any:

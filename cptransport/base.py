@@ -21,10 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cptransport.activations import as_line, over_group
 from cptransport.control import ControlPlane, wait_until
 from cptransport.errors import (
     CapabilityError,
@@ -99,6 +101,9 @@ class TransportBase:
         self.control = control
         self.timeout_s = timeout_s
         self.strict = False
+        self.group: Any = None
+        self.activation_bytes_sent = 0
+        self.activation_bytes_received = 0
         self._generations: dict[str, Generation] = {}
         self._sent: defaultdict[str, int] = defaultdict(int)
         self._arrived: defaultdict[str, int] = defaultdict(int)
@@ -123,6 +128,10 @@ class TransportBase:
 
     def _close(self, broken: bool) -> None:
         raise NotImplementedError
+
+    def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
+        """Carry activations, as lines of bytes; over the group that the transport was made for."""
+        over_group(self.group, outgoing, incoming, method, self.timeout_s)
 
     def _interrupt(self) -> None:
         """End waits that are still under way elsewhere; called once when the transport breaks."""
@@ -230,6 +239,31 @@ class TransportBase:
             if self.world_size > 1:
                 self._barrier()
 
+    def move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
+        """Carry activations between the ranks: ``activations.Carrier.move``.
+
+        No verb of the protocol: nothing of it is in ``stats``. ``activation_bytes_sent`` and
+        ``activation_bytes_received`` count its payload.
+
+        Raises:
+            CapabilityError: the transport does it over its group, and nobody said which that is.
+            TransportTimeoutError, PeerFailedError: as the verbs.
+
+        Collective: over the ranks.
+        """
+        with self._guard():
+            if self.group is None and type(self)._move is TransportBase._move:
+                raise CapabilityError(
+                    f"transport {self.name!r} was not made by create_transport, so the group that "
+                    "activations would move over is unknown"
+                )
+            self.control.settle()
+            self.control.staged = True
+            sends, receives = [as_line(x) for x in outgoing], [as_line(x) for x in incoming]
+            self._move(sends, receives, method)
+            self.activation_bytes_sent += sum(map(len, sends)) - len(sends[self.rank])
+            self.activation_bytes_received += sum(map(len, receives)) - len(receives[self.rank])
+
     def stats(self) -> TransportStats:
         """See ``BoundaryTransport.stats``."""
         names = sorted({*self._sent, *self._arrived})
@@ -333,7 +367,9 @@ class TransportBase:
             self._break(reported)
             raise reported
         try:
-            yield
+            # What a verb allocates outlives the caller's inference mode, and is written again outside.
+            with torch.inference_mode(False), torch.no_grad():
+                yield
         except (GenerationError, RouteError, CapabilityError):
             raise
         except TransportError as error:

@@ -5,16 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from cptransport.errors import PlanError
+from cptransport import env
+from cptransport.activations import Carrier, GroupCarrier
+from cptransport.errors import CapabilityError, OpInputError, PlanError
 from cptransport.plan import Plan, RankPlan, build_plan
 from cptransport.select import create_transport, group_world_size
 from cptransport.transport import BoundaryTransport
+from cptransport.transports import threads
+from cptransport.transports.loopback import LoopbackTransport
 
-__all__ = ["CPContext", "build_cp_context"]
+__all__ = ["CPContext", "alone", "build_cp_context", "carrier_of"]
 
 
 @dataclass(frozen=True)
@@ -77,3 +84,52 @@ def build_cp_context(
         cu_seqlens, world_size=group_world_size(group), layout=layout, boundaries=boundaries
     )
     return CPContext(plan, create_transport(group, backend=backend))
+
+
+def alone(context: CPContext) -> CPContext:
+    """Return the context of an op that has the whole stream on this rank; nothing communicates."""
+    outer = context.transport
+    transport = LoopbackTransport(outer.device, env.timeout_s(getattr(outer, "timeout_s", None)))
+    for setting in ("strict", "preferred_engine"):
+        setattr(transport, setting, getattr(outer, setting, None))
+    return CPContext(_whole(context.plan), transport)
+
+
+@lru_cache(maxsize=128)
+def _whole(plan: Plan) -> Plan:
+    return build_plan(plan.cu_seqlens, world_size=1, padded_cu_seqlens=plan.padded_cu_seqlens)
+
+
+def carrier_of(cp_or_group: Any) -> Carrier:
+    """Return what moves activations for a ``cp_or_group`` argument.
+
+    Args:
+        cp_or_group: a ``CPContext``, a transport, or a ``torch.distributed`` group that this
+            process is in. None: as ``create_transport``, without making one.
+
+    Raises:
+        OpInputError: none of these.
+        CapabilityError: a transport that neither moves activations nor has a group.
+        TransportError: this process is not in the group.
+    """
+    found = cp_or_group.transport if isinstance(cp_or_group, CPContext) else cp_or_group
+    if found is None:
+        found = threads.current_transport()
+    if found is None and not dist.is_initialized():
+        return LoopbackTransport(torch.device("cpu"), env.timeout_s())
+    if found is None or isinstance(found, dist.ProcessGroup):
+        group_world_size(found)  # refuses a group that this process is not in
+        return GroupCarrier(found or dist.group.WORLD, env.timeout_s())
+    if hasattr(found, "move"):
+        return cast(Carrier, found)
+    if not isinstance(found, BoundaryTransport):
+        raise OpInputError(
+            "cp_or_group must be a CPContext or a torch.distributed group, got "
+            f"{type(found).__name__}"
+        )
+    group = getattr(found, "group", None)
+    if group is None:
+        raise CapabilityError(
+            f"transport {found.name!r} moves no activations, and its group is unknown"
+        )
+    return GroupCarrier(group, env.timeout_s())

@@ -162,6 +162,7 @@ def _choose(
     chosen = loaded.spec.name
     transport.selection = Selection(mine.asked, source, chosen, tuple(passed_over))
     transport.strict = is_strict  # type: ignore[attr-defined]  # ops read it
+    transport.group = ranks.group  # type: ignore[attr-defined]  # activations move over it
     transport.preferred_engine = loaded.spec.preferred_engine  # type: ignore[attr-defined]  # likewise
     return transport, _announce(ranks, transport, named)
 

@@ -14,6 +14,7 @@ from cptransport.ops.mamba2 import (
     ssd_forward,
 )
 from cptransport.ops.mixer import mamba_split_conv1d_scan_combined
+from cptransport.ops.redistribute import convert_layout
 from cptransport.ops.scope import RunRecord, last_run
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "SSDGrads",
     "causal_conv1d",
     "chunk_kda",
+    "convert_layout",
     "join_backward",
     "kda_backward",
     "kda_forward",

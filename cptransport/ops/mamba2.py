@@ -124,12 +124,12 @@ def mamba_chunk_scan_combined(
     Source: Mamba-2 paper, section 6; argument names as ``mamba_ssm.ops.triton.ssd_combined``.
     """
     transport = check_context(cp_context).transport
-    inputs = _Arguments(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
     with op_step(transport):
         call = agree(
             transport,
             "mamba_chunk_scan_combined",
-            lambda: _prepare(
+            lambda: prepare_scan(
                 inputs,
                 cp_context,
                 upstream,
@@ -168,12 +168,12 @@ def ssd_forward(
     Raises, Collective, Stream: as ``mamba_chunk_scan_combined``.
     """
     transport = check_context(cp_context).transport
-    inputs = _Arguments(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
     with torch.no_grad(), op_step(transport):
         call = agree(
             transport,
             "ssd_forward",
-            lambda: _prepare(inputs, cp_context, {}, chunk_size, **options),
+            lambda: prepare_scan(inputs, cp_context, {}, chunk_size, **options),
         )
         result = run_forward(call, tuple(inputs.tensors().values()), initial_states)
     final_states = result.final_states if return_final_states else None
@@ -200,18 +200,25 @@ def ssd_backward(saved: SavedCall, dy: Tensor, d_final_states: Tensor | None = N
     call = saved.call
     facts, local = call.facts, call.context.local
     shape = (facts.batch, local.num_tokens, facts.value_heads, facts.value_dim)
-    check_shape("dy", dy, shape, "[B, T, nheads, headdim]")
-    if d_final_states is not None:
-        check_shape("d_final_states", d_final_states, call.state_shape, "the final states' shape")
+
+    def check() -> None:
+        check_shape("dy", dy, shape, "[B, T, nheads, headdim]")
+        if d_final_states is not None:
+            check_shape(
+                "d_final_states", d_final_states, call.state_shape, "the final states' shape"
+            )
+
     with torch.no_grad():
-        grads, d_initial = run_backward(call, saved.saved, dy, d_final_states)
+        grads, d_initial = run_backward(call, saved.saved, dy, d_final_states, check=check)
     return SSDGrads(
         **{f"d{name}": grads.get(name) for name in call.names}, dinitial_states=d_initial
     )
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class ScanInputs:
+    """The tensors of a call."""
+
     x: Tensor
     dt: Tensor
     A: Tensor
@@ -223,6 +230,7 @@ class _Arguments:
     initial_states: Tensor | None
 
     def tensors(self) -> dict[str, Tensor | None]:
+        """Return all but the initial states, in the order that the engine's inputs are made of."""
         names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias")
         return {name: getattr(self, name) for name in names}
 
@@ -243,8 +251,8 @@ def check_chunk_size(chunk_size: object) -> int:
     return chunk_size
 
 
-def _prepare(
-    given: _Arguments,
+def prepare_scan(
+    given: ScanInputs,
     context: CPContext,
     upstream: dict[str, Any],
     chunk_size: int,

@@ -3,20 +3,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cptransport import env
 from cptransport.context import CPContext
-from cptransport.errors import OpInputError, UnsupportedOptionError
-from cptransport.ops.conv1d import causal_conv1d
-from cptransport.ops.inputs import check_context, check_shape, refuse_upstream
-from cptransport.ops.mamba2 import check_chunk_size, mamba_chunk_scan_combined
-from cptransport.ops.scope import agree, op_step
+from cptransport.errors import OpInputError
+from cptransport.ops.heads import MixerSizes
+from cptransport.ops.inputs import (
+    check_batch,
+    check_context,
+    check_floating,
+    check_shape,
+    op_device,
+    refuse_upstream,
+)
+from cptransport.ops.mamba2 import check_chunk_size
+from cptransport.ops.mixer_modes import Mixer, check_mode, run_mode
+from cptransport.ops.scope import agree, last_run, op_step, record_run
 
 __all__ = ["mamba_split_conv1d_scan_combined"]
+
+_TITLE = "mamba_split_conv1d_scan_combined"
 
 _UPSTREAM = {
     "seq_idx": "the plan in cp_context says where sequences start",
@@ -60,8 +70,11 @@ def mamba_split_conv1d_scan_combined(
         chunk_size: a power of two >= 16.
         cp_context: from ``build_cp_context``.
         headdim, ngroups: of the mixer.
-        load_balancing: ``none`` (the plan must be contiguous) or ``virtual`` (any plan, in place);
-            default ``CULA_CP_MAMBA_LOAD_BALANCING``.
+        load_balancing: ``none`` (in place; the plan must be contiguous), ``virtual`` (in place, any
+            plan), ``permute_p2p`` or ``permute_a2a`` (any plan; tokens go to a contiguous plan and
+            outputs back) or ``all_to_all`` (any plan; every rank gets the whole stream for its share
+            of the heads, which divide by the world size); default
+            ``CULA_CP_MAMBA_LOAD_BALANCING``. Results are the same up to rounding.
         activation: of the convolution, ``"silu"``, ``"swish"`` or None.
         initial_states: ``[N, nheads, headdim, dstate]``, replicated. The convolution starts from
             zeros.
@@ -77,7 +90,8 @@ def mamba_split_conv1d_scan_combined(
 
     Raises:
         OpInputError (a ValueError), UnsupportedOptionError, PeerFailedError, TransportTimeoutError:
-        as ``mamba_chunk_scan_combined``; also mode ``none`` with a plan that is not contiguous.
+        as ``mamba_chunk_scan_combined``; also mode ``none`` with a plan that is not contiguous, and
+        ``all_to_all`` with heads that do not divide. EnvVarError: an unknown mode.
 
     Collective: yes, forward and backward.
     Source: argument names as
@@ -85,91 +99,112 @@ def mamba_split_conv1d_scan_combined(
     """
     transport = check_context(cp_context).transport
     with op_step(transport):
-        nheads, dstate = agree(
+        mode, mixer = agree(
             transport,
-            "mamba_split_conv1d_scan_combined",
+            _TITLE,
             lambda: _prepare(
-                zxbcdt,
-                conv1d_weight,
-                D,
-                chunk_size,
+                Mixer(
+                    zxbcdt,
+                    conv1d_weight,
+                    conv1d_bias,
+                    dt_bias,
+                    A,
+                    D,
+                    initial_states,
+                    MixerSizes(0, headdim, ngroups, 0),
+                    chunk_size,
+                    activation,
+                    dt_limit,
+                    engine,
+                    bool(return_final_states),
+                ),
                 cp_context,
-                headdim,
-                ngroups,
                 load_balancing,
                 upstream,
             ),
         )
-    batch, length = zxbcdt.shape[:2]
-    inner, grouped = nheads * headdim, ngroups * dstate
-    z, xbc, dt = torch.split(zxbcdt, [inner, inner + 2 * grouped, nheads], dim=-1)
-    xbc, _ = causal_conv1d(
-        xbc, conv1d_weight, conv1d_bias, cp_context=cp_context, activation=activation
-    )
-    x, B, C = torch.split(xbc, [inner, grouped, grouped], dim=-1)
-    result = mamba_chunk_scan_combined(
-        x.reshape(batch, length, nheads, headdim),
-        dt,
-        A,
-        B.reshape(batch, length, ngroups, dstate),
-        C.reshape(batch, length, ngroups, dstate),
-        chunk_size,
-        cp_context=cp_context,
-        D=D,
-        z=z.reshape(batch, length, nheads, headdim),
-        dt_bias=dt_bias,
-        initial_states=initial_states,
-        dt_softplus=True,
-        dt_limit=dt_limit,
-        return_final_states=return_final_states,
-        engine=engine,
-    )
-    if isinstance(result, tuple):
-        return result[0].reshape(batch, length, inner), result[1]
-    return result.reshape(batch, length, inner)
+    y, final_states = run_mode(mode, mixer, cp_context)
+    record = last_run()
+    assert record is not None
+    if mode == "all_to_all":
+        # Inside, the op ran on this rank alone.
+        record = replace(
+            record, transport=transport.name, world_size=transport.world_size, composition=mode
+        )
+    record_run(replace(record, op=_TITLE))
+    return y if final_states is None else (y, final_states)
 
 
 def _prepare(
-    zxbcdt: Tensor,
-    conv1d_weight: Tensor,
-    D: Tensor,
-    chunk_size: int,
-    context: CPContext,
-    headdim: int,
-    ngroups: int,
-    load_balancing: str | None,
-    upstream: dict[str, Any],
-) -> tuple[tuple[int, int], str]:
-    """Check what the two ops inside cannot, and return nheads and dstate."""
-    refuse_upstream("mamba_split_conv1d_scan_combined", upstream, _UPSTREAM)
-    check_chunk_size(chunk_size)
+    given: Mixer, context: CPContext, load_balancing: str | None, upstream: dict[str, Any]
+) -> tuple[tuple[str, Mixer], str]:
+    """Check all that does not need the tokens of others, before any of them moves.
+
+    Returns:
+        The mode, the mixer with all its sizes, and what must be the same on every rank.
+    """
+    refuse_upstream(_TITLE, upstream, _UPSTREAM)
     mode = env.choice(env.MAMBA_LOAD_BALANCING, load_balancing)
-    if mode not in ("none", "virtual"):
-        raise UnsupportedOptionError(
-            f"load balancing {mode!r} is not served yet; use 'virtual' or 'none'"
-        )
-    if mode == "none" and context.plan.layout != "contiguous":
+    check_chunk_size(given.chunk_size)
+    if given.activation not in (None, "silu", "swish"):
+        raise OpInputError(f"activation must be None, 'silu' or 'swish', got {given.activation!r}")
+    sizes = _sizes(given)
+    states = check_batch("zxbcdt", given.zxbcdt, context)
+    channels, width = given.conv1d_weight.shape
+    if width < 1:
+        raise OpInputError("conv1d_weight must be [channels, W] with W >= 1, got W = 0")
+    if given.conv1d_bias is not None:
+        check_shape("conv1d_bias", given.conv1d_bias, (channels,), "[channels]")
+    if sizes.nheads % sizes.ngroups:
         raise OpInputError(
-            f"load balancing 'none' needs a contiguous plan, this one is {context.plan.layout}; use 'virtual'"
+            f"nheads must be a multiple of ngroups, got nheads = {sizes.nheads}, ngroups = {sizes.ngroups}"
         )
-    check_shape(
-        "zxbcdt", zxbcdt, (None, None, None), "[B, T, 2 nheads headdim + 2 ngroups dstate + nheads]"
+    for name, parameter in (("dt_bias", given.dt_bias), ("A", given.A)):
+        check_shape(name, parameter, (sizes.nheads,), "[nheads]")
+    if given.D.dim() == 2:
+        check_shape("D", given.D, (sizes.nheads, sizes.headdim), "[nheads, headdim]")
+    if given.initial_states is not None:
+        shape = (states, sizes.nheads, sizes.headdim, sizes.dstate)
+        check_shape("initial_states", given.initial_states, shape, "[N, nheads, headdim, dstate]")
+    tensors = {
+        "zxbcdt": given.zxbcdt,
+        "conv1d_weight": given.conv1d_weight,
+        "conv1d_bias": given.conv1d_bias,
+        "dt_bias": given.dt_bias,
+        "A": given.A,
+        "D": given.D,
+        "initial_states": given.initial_states,
+    }
+    check_floating(tensors, op_device(context, given.zxbcdt))
+    mixer = replace(given, sizes=sizes)
+    scan = check_mode(mode, mixer, context)
+    dtypes = {name: str(t.dtype) for name, t in tensors.items() if t is not None}
+    text = (
+        f"load balancing {mode}; plan {context.plan.digest()}; {sizes}; W {width}; activation "
+        f"{given.activation}; final states {given.final}; dtypes {dtypes}; {scan}"
     )
-    if not isinstance(D, Tensor) or D.dim() not in (1, 2):
+    return (mode, mixer), text
+
+
+def _sizes(given: Mixer) -> MixerSizes:
+    """Return the sizes that ``D`` and the convolution's channels imply."""
+    words = "[B, T, 2 nheads headdim + 2 ngroups dstate + nheads]"
+    check_shape("zxbcdt", given.zxbcdt, (None, None, None), words)
+    if not isinstance(given.D, Tensor) or given.D.dim() not in (1, 2):
         raise OpInputError("D must be [nheads] or [nheads, headdim]")
-    nheads = D.shape[0]
-    check_shape("conv1d_weight", conv1d_weight, (None, None), "[channels, W]")
-    channels = conv1d_weight.shape[0]
+    check_shape("conv1d_weight", given.conv1d_weight, (None, None), "[channels, W]")
+    nheads, headdim, ngroups = given.D.shape[0], given.sizes.headdim, given.sizes.ngroups
+    channels = given.conv1d_weight.shape[0]
     rest = channels - nheads * headdim
-    if headdim < 1 or ngroups < 1 or rest < 2 * ngroups or rest % (2 * ngroups):
+    if min(nheads, headdim, ngroups) < 1 or rest < 2 * ngroups or rest % (2 * ngroups):
         raise OpInputError(
-            f"conv1d_weight has {channels} channels, which are not nheads headdim + 2 ngroups dstate for nheads = "
-            f"{nheads}, headdim = {headdim}, ngroups = {ngroups}"
+            f"conv1d_weight has {channels} channels, which are not nheads headdim + 2 ngroups dstate for "
+            f"nheads = {nheads}, headdim = {headdim}, ngroups = {ngroups}"
         )
-    dstate = rest // (2 * ngroups)
     width = nheads * headdim + channels + nheads
-    if zxbcdt.shape[-1] != width:
+    if given.zxbcdt.shape[-1] != width:
         raise OpInputError(
-            f"zxbcdt must have 2 nheads headdim + 2 ngroups dstate + nheads = {width} columns, got {zxbcdt.shape[-1]}"
+            f"zxbcdt must have 2 nheads headdim + 2 ngroups dstate + nheads = {width} columns, got "
+            f"{given.zxbcdt.shape[-1]}"
         )
-    return (nheads, dstate), f"load balancing {mode}; columns {width}; plan {context.plan.digest()}"
+    return MixerSizes(nheads, headdim, ngroups, rest // (2 * ngroups))

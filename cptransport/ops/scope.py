@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cptransport import env, errors
+from cptransport.activations import Carrier
 from cptransport.errors import CPTransportError, OpInputError
 from cptransport.transport import BoundaryTransport
 
@@ -31,6 +32,8 @@ class RunRecord:
         overlap: whether the exchange was allowed to run beside local work.
         world_size: ranks of the group.
         reasons: ``(name, reason)`` for every engine or composition that was passed over.
+        predicted_s: seconds that ``cptransport.cost`` predicts for the exchanges of summaries of one
+            forward and one backward; None for an op that has no summaries.
     """
 
     op: str
@@ -40,6 +43,7 @@ class RunRecord:
     overlap: bool
     world_size: int
     reasons: tuple[tuple[str, str], ...] = ()
+    predicted_s: float | None = None
 
 
 class _Last(threading.local):
@@ -60,7 +64,7 @@ def last_run() -> RunRecord | None:
 
 
 @contextmanager
-def op_step(transport: BoundaryTransport) -> Iterator[None]:
+def op_step(transport: BoundaryTransport | Carrier) -> Iterator[None]:
     """Number one forward or backward of an op; what it raises reaches the peers (``docs/contract.md``)."""
     control = getattr(transport, "control", None)
     if control is not None:
@@ -70,7 +74,7 @@ def op_step(transport: BoundaryTransport) -> Iterator[None]:
 
 
 @contextmanager
-def reporting(transport: BoundaryTransport) -> Iterator[None]:
+def reporting(transport: BoundaryTransport | Carrier) -> Iterator[None]:
     """Tell the peers what is raised here, inside the current step.
 
     Never around ``Function.apply``: what leaves there may not be an error. Checkpointing stops its
@@ -85,11 +89,13 @@ def reporting(transport: BoundaryTransport) -> Iterator[None]:
         raise
 
 
-def agree(transport: BoundaryTransport, title: str, prepare: Callable[[], tuple[T, str]]) -> T:
+def agree(
+    transport: BoundaryTransport | Carrier, title: str, prepare: Callable[[], tuple[T, str]]
+) -> T:
     """Run a rank's own checks; under ``CULA_CP_CHECK=1`` compare their outcome over all ranks first.
 
     Args:
-        transport: whose control plane is used.
+        transport: whose control plane is used; a bare group has none, and nothing is compared.
         title: the op and direction, part of what is compared.
         prepare: returns a result and a text that must be the same on every rank, or raises.
 

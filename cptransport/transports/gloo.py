@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BarrierOptions
+from torch._C._distributed_c10d import AllToAllOptions, BarrierOptions
 
 from cptransport.backend import BackendSpec
 from cptransport.base import Generation, TransportBase
@@ -42,8 +42,8 @@ _CAPABILITIES = Capabilities(
     device_types=("cpu", "cuda"), shared_device=True, cross_host=True, host_staged=True
 )
 
-_TAG_PARTS = 16  # parts of a slot that tags tell apart
-_TAG_GENERATIONS = 256
+_TAG_GENERATIONS = 256  # of one part that tags tell apart; two are under way at most
+_TAG_MOVES = 1 << 30  # activations; far above what slots use
 
 
 class _Waiter:
@@ -111,7 +111,8 @@ class GlooTransport(TransportBase):
         )
         self._pg = process_group
         self._waiter = _Waiter()
-        self._slots: dict[str, int] = {}
+        self._lanes: dict[tuple[str, str], int] = {}  # (slot, part) -> number, alike on all ranks
+        self._rounds = 0
         self._memory: dict[tuple[str, ...], Tensor] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         self._limit = timedelta(seconds=2 * timeout_s)  # gloo's own; ours expires first
@@ -123,7 +124,8 @@ class GlooTransport(TransportBase):
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         name, number = current.slot.name, current.number
-        self._slots.setdefault(name, len(self._slots))
+        for part in current.slot.parts:
+            self._lanes.setdefault((name, part.name), len(self._lanes))
         old = self._traffic.pop((name, number - 2), None)
         if old is not None:
             self._finish(old.sends, f"generation {number - 2} was not taken", current)
@@ -149,7 +151,7 @@ class GlooTransport(TransportBase):
                 continue
             payload = current.staged[part.name].cpu()
             for rank in targets:
-                message = as_bytes(select(payload, part.rows(self.rank, rank)))
+                message = as_bytes(payload, part.rows(self.rank, rank))
                 tag = self._tag(current, part)
                 work = self._post(partial(self._pg.send, [message], rank, tag), rank)
                 traffic.sends.append(_Message(rank, message, work))
@@ -174,11 +176,12 @@ class GlooTransport(TransportBase):
             target = self._buffer(key, part, self.device)
             rows = part.rows(source, self.rank)
             if part.nbytes:
+                line = as_bytes(target)  # torch indexes rows of bytes, but not of every dtype
                 if rows is None:
-                    target.copy_(message.view(part.dtype).view(part.shape))
+                    line.copy_(message)
                 else:
-                    values = message.view(part.dtype).view(len(rows), *part.shape[1:])
-                    target[list(rows)] = values.to(self.device)
+                    values = message.to(self.device).view(len(rows), -1)
+                    line.view(part.shape[0], -1)[list(rows)] = values
             received[part.name, source] = target
         return received
 
@@ -189,6 +192,41 @@ class GlooTransport(TransportBase):
         self._run(
             call, "barrier", None, lambda: [r for r in range(self.world_size) if r != self.rank]
         )
+
+    def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
+        self._rounds += 1
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        sends = [line.cpu() if r in peers else line[:0].cpu() for r, line in enumerate(outgoing)]
+        receives = [
+            torch.empty(line.numel() if rank in peers else 0, dtype=torch.uint8)
+            for rank, line in enumerate(incoming)
+        ]
+        if method == "a2a":
+            self._all_to_all(sends, receives, peers)
+        else:
+            tag = _TAG_MOVES + self._rounds % _TAG_GENERATIONS
+            messages = []
+            for lines, verb in ((receives, self._pg.recv), (sends, self._pg.send)):
+                for peer, line in enumerate(lines):
+                    if line.numel():
+                        work = self._post(partial(verb, [line], peer, tag), peer)
+                        messages.append(_Message(peer, line, work))
+            self._finish(messages, "activations did not come", None)
+        for peer in peers:
+            incoming[peer].copy_(receives[peer])
+
+    def _all_to_all(
+        self, sends: Sequence[Tensor], receives: Sequence[Tensor], peers: Sequence[int]
+    ) -> None:
+        options = AllToAllOptions()
+        options.timeout = self._limit
+        sizes = [line.numel() for line in receives]
+        received, packed = torch.empty(sum(sizes), dtype=torch.uint8), torch.cat(list(sends))
+        given = (received, packed, sizes, [line.numel() for line in sends], options)
+        call = lambda: self._pg.alltoall_base(*given).wait(self._limit)  # noqa: E731
+        self._run(call, "activations did not come", None, lambda: peers)
+        for line, piece in zip(receives, received.split(sizes), strict=True):
+            line.copy_(piece)
 
     def _interrupt(self) -> None:
         if self._interrupted or self.world_size == 1:
@@ -218,11 +256,8 @@ class GlooTransport(TransportBase):
             self._pg = None
 
     def _tag(self, current: Generation, part: PartSpec) -> int:
-        slot = self._slots[current.slot.name]
-        index = current.slot.parts.index(part)
-        return (
-            1 + (slot * _TAG_PARTS + index) * _TAG_GENERATIONS + current.number % _TAG_GENERATIONS
-        )
+        lane = self._lanes[current.slot.name, part.name]
+        return 1 + lane * _TAG_GENERATIONS + current.number % _TAG_GENERATIONS
 
     def _post_receive(
         self, current: Generation, traffic: _Traffic, part: PartSpec, source: int
@@ -240,7 +275,7 @@ class GlooTransport(TransportBase):
         self._run(lambda: works.append(call()), "connect", None, lambda: [peer])
         return works[0]
 
-    def _finish(self, messages: Sequence[_Message], what: str, current: Generation) -> None:
+    def _finish(self, messages: Sequence[_Message], what: str, current: Generation | None) -> None:
         """Wait for messages; the peers of those not yet ended are the missing ones."""
         pending = [message for message in messages if message.work is not None]
 
@@ -289,19 +324,20 @@ def _interrupt_at_exit(reference: weakref.ref[GlooTransport]) -> None:
         transport._interrupt()
 
 
-def select(payload: Tensor, rows: Sequence[int] | None) -> Tensor:
-    """Pick rows of the first axis, without a copy where they are one run."""
-    if rows is None:
-        return payload
-    if rows[-1] - rows[0] + 1 == len(rows):
-        return payload[rows[0] : rows[-1] + 1]
-    return payload[list(rows)]
+def as_bytes(tensor: Tensor, rows: Sequence[int] | None = None) -> Tensor:
+    """View rows of the first axis (None: everything) as bytes, without a copy where they are one run.
 
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View as bytes; an empty tensor becomes one byte, since its arrival must still be seen."""
+    Nothing becomes one byte, since its arrival must still be seen.
+    """
     line = tensor.reshape(-1).view(torch.uint8)
-    return line if line.numel() else torch.zeros(1, dtype=torch.uint8)
+    if not line.numel():
+        return torch.zeros(1, dtype=torch.uint8)
+    if rows is None:
+        return line
+    lines = line.view(tensor.shape[0], -1)
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return lines[rows[0] : rows[-1] + 1].view(-1)
+    return lines[list(rows)].view(-1)
 
 
 def _probe(group: Any, device: Any) -> str | None:

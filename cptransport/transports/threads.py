@@ -40,7 +40,7 @@ from cptransport.control import ControlPlane, fresh
 from cptransport.errors import PeerFailedError, PlanError, TransportError
 from cptransport.transport import TRANSPORT_API_VERSION, Capabilities, PartSpec, Slot
 
-__all__ = ["BACKEND", "ThreadTransport", "World", "current_world", "run"]
+__all__ = ["BACKEND", "ThreadTransport", "World", "current_transport", "current_world", "run"]
 
 _CAPABILITIES = Capabilities(device_types=("cpu", "cuda"))
 
@@ -70,6 +70,8 @@ class Hub:
         self.slots: dict[tuple[str, int], Slot] = {}  # (slot, generation) -> as first staged
         self.stages: dict[tuple[str, int], int] = {}  # (slot, rank) -> generation
         self.arrivals = [0] * world_size  # barriers entered
+        # (round, source, destination) -> activations under way
+        self.mail: dict[tuple[int, int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self.open = world_size  # ranks that have not closed
 
 
@@ -87,6 +89,7 @@ class ThreadTransport(TransportBase):
             capabilities=_CAPABILITIES,
         )
         self._hub = hub
+        self._rounds = 0
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         hub, name, number = self._hub, current.slot.name, current.number
@@ -184,10 +187,7 @@ class ThreadTransport(TransportBase):
     def _copy(self, part: PartSpec, source: int, publication: _Publication) -> Tensor:
         """Copy what the routes move; the rest of the received tensor stays poisoned."""
         payload = publication.parts[part.name]
-        if publication.ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(publication.ready)
-            payload.record_stream(stream)
+        self._await(payload, publication.ready)
         target = poison(torch.empty(part.shape, dtype=part.dtype, device=self.device))
         rows = part.rows(source, self.rank)
         if rows is None:
@@ -209,6 +209,38 @@ class ThreadTransport(TransportBase):
 
         self._wait(self._holds(lambda: not missing()), "barrier", missing=missing)
 
+    def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
+        """Leave a copy for every peer, then take theirs; ``a2a`` takes empty ones too."""
+        hub, self._rounds = self._hub, self._rounds + 1
+        peers = [rank for rank in range(self.world_size) if rank != self.rank]
+        posted = {
+            (self._rounds, self.rank, peer): outgoing[peer].clone()
+            for peer in peers
+            if method == "a2a" or outgoing[peer].numel()
+        }
+        sent = self._record()
+        with hub.changed:
+            hub.mail.update((key, (line, sent)) for key, line in posted.items())
+            hub.changed.notify_all()
+        for peer in peers:
+            if not (method == "a2a" or incoming[peer].numel()):
+                continue
+            key = (self._rounds, peer, self.rank)
+            self._wait(
+                self._holds(partial(hub.mail.__contains__, key)),
+                "activations did not come",
+                missing=partial(list, [peer]),
+            )
+            with hub.changed:
+                line, ready = hub.mail.pop(key)
+            if line.numel() != incoming[peer].numel():
+                raise TransportError(
+                    f"rank {peer} sent {line.numel()} bytes of activations to rank {self.rank}, "
+                    f"which expects {incoming[peer].numel()}: do the ranks hold different plans?"
+                )
+            self._await(line, ready)
+            incoming[peer].copy_(line)
+
     def _close(self, broken: bool) -> None:
         hub = self._hub
         with hub.changed:
@@ -216,6 +248,7 @@ class ThreadTransport(TransportBase):
             if not hub.open:  # a peer may read what was published until it has closed too
                 hub.publications.clear()
                 hub.slots.clear()
+                hub.mail.clear()
             hub.changed.notify_all()
 
     def _interrupt(self) -> None:
@@ -228,6 +261,13 @@ class ThreadTransport(TransportBase):
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return event
+
+    def _await(self, payload: Tensor, ready: torch.cuda.Event | None) -> None:
+        """Let the current stream wait for a payload that another rank's stream wrote."""
+        if ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(ready)
+            payload.record_stream(stream)
 
     def _holds(self, condition: Callable[[], bool]) -> Callable[[float], bool]:
         def arrived(seconds: float) -> bool:
@@ -290,6 +330,7 @@ class _Member(threading.local):
     world: World | None = None
     rank: int = -1
     counters: dict[tuple[str, str], int] = {}
+    transport: ThreadTransport | None = None
 
 
 _member = _Member()
@@ -298,6 +339,11 @@ _member = _Member()
 def current_world() -> World | None:
     """The world that this thread is a rank of, or None."""
     return _member.world
+
+
+def current_transport() -> ThreadTransport | None:
+    """The transport that ``run`` gave this thread, or None."""
+    return _member.transport
 
 
 def create_here(timeout_s: float) -> ThreadTransport:
@@ -317,12 +363,12 @@ def selection_store() -> tuple[Any, int]:
 
 @contextmanager
 def _membership(world: World, rank: int) -> Iterator[None]:
-    before = (_member.world, _member.rank, _member.counters)
-    _member.world, _member.rank, _member.counters = world, rank, {}
+    before = (_member.world, _member.rank, _member.counters, _member.transport)
+    _member.world, _member.rank, _member.counters, _member.transport = world, rank, {}, None
     try:
         yield
     finally:
-        _member.world, _member.rank, _member.counters = before
+        _member.world, _member.rank, _member.counters, _member.transport = before
 
 
 def run(
@@ -364,6 +410,7 @@ def run(
         with _membership(world, rank):
             transport = create_here(seconds)
             transport.strict = env_strict
+            _member.transport = transport
             try:
                 if device == "cuda":
                     torch.cuda.set_device(world.device(rank))
