@@ -142,16 +142,25 @@ def run_forward(
 
 
 def run_backward(
-    call: OpCall, saved: Saved, grad_output: Tensor, grad_final: Tensor | None
+    call: OpCall,
+    saved: Saved,
+    grad_output: Tensor,
+    grad_final: Tensor | None,
+    *,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, Tensor | None], Tensor | None]:
-    """Compute one backward: gradients by input name, and of the initial states (None without one)."""
+    """Compute one backward: gradients by input name, and of the initial states (None without one).
+
+    ``check`` raises what is wrong with gradients that did not come from autograd.
+    """
     transport, plan = call.context.transport, call.context.plan
+
+    def prepare() -> tuple[None, str]:
+        check()
+        return None, f"gradient dtype {grad_output.dtype}; plan {plan.digest()}"
+
     with op_step(transport):
-        agree(
-            transport,
-            f"{call.title} backward",
-            lambda: (None, f"gradient dtype {grad_output.dtype}; plan {plan.digest()}"),
-        )
+        agree(transport, f"{call.title} backward", prepare)
         rows = _rows(plan, transport.rank, call.facts.batch, call.wire.device)
         seed = None if grad_final is None else _to_table(call, rows, "last", grad_final)
         exchange = begin(call.wire, plan, transport, "backward")

@@ -212,16 +212,15 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
     """
     call = saved.call
     facts, local = call.facts, call.context.local
-    check_shape(
-        "do",
-        do,
-        (facts.batch, local.num_tokens, facts.value_heads, facts.value_dim),
-        "[B, T, HV, V]",
-    )
-    if d_final_state is not None:
-        check_shape("d_final_state", d_final_state, call.state_shape, "the final state's shape")
+    shape = (facts.batch, local.num_tokens, facts.value_heads, facts.value_dim)
+
+    def check() -> None:
+        check_shape("do", do, shape, "[B, T, HV, V]")
+        if d_final_state is not None:
+            check_shape("d_final_state", d_final_state, call.state_shape, "the final state's shape")
+
     with torch.no_grad():
-        grads, d_initial = run_backward(call, saved.saved, do, d_final_state)
+        grads, d_initial = run_backward(call, saved.saved, do, d_final_state, check=check)
     return KDAGrads(
         **{f"d{name}": grads.get(name) for name in call.names}, dinitial_state=d_initial
     )
@@ -283,8 +282,8 @@ def _prepare(
     check_shape("beta", given.beta, (batch, length, value_heads), "[B, T, HV]")
     if given.A_log is not None:
         check_shape("A_log", given.A_log, (value_heads,), "[HV]")
-    if given.dt_bias is not None and given.dt_bias.numel() != value_heads * key_dim:
-        check_shape("dt_bias", given.dt_bias, (value_heads, key_dim), "[HV, K]")
+    if given.dt_bias is not None and given.dt_bias.shape != (value_heads * key_dim,):
+        check_shape("dt_bias", given.dt_bias, (value_heads, key_dim), "[HV, K] or [HV * K]")
     state_shape = (states, value_heads, key_dim, value_dim)
     words = "[N, HV, K, V]"
     if state_v_first:

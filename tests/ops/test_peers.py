@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 import cptransport
 from cptransport import (
+    CapabilityError,
     CPContext,
     CPTransportError,
     OpInputError,
@@ -307,6 +309,55 @@ def test_the_check_finds_a_rank_in_another_op(monkeypatch: pytest.MonkeyPatch) -
     texts = threads.run(body, 3, 5.0)
     assert len({text.partition("differently")[2] for text in texts}) == 1
     assert all("chunk_kda" in text and "causal_conv1d" in text for text in texts)
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize("op", ["kda", "ssd"])
+def test_a_wrong_gradient_for_an_explicit_backward(
+    op: str, checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CULA_CP_CHECK", str(int(checked)))
+
+    def body(transport: Transport) -> str:
+        given = arguments(op, transport)
+        if op == "kda":
+            kda = ops.kda_forward(**given)
+            output, saved, backward = kda.o, kda.saved, ops.kda_backward
+        else:
+            ssd = ops.ssd_forward(**given)
+            output, saved, backward = ssd.y, ssd.saved, ops.ssd_backward
+        try:
+            backward(saved, output[:, 1:] if transport.rank == 1 else output)
+        except (OpInputError, PeerFailedError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "needs nobody"
+
+    results = threads.run(body, 3, 20.0)
+    name = "do" if op == "kda" else "dy"
+    if checked:
+        assert len(set(results)) == 1
+        assert results[0].startswith(f"OpInputError: rank 1: {name} must be")
+    else:
+        assert results[0].startswith("PeerFailedError: rank 1 failed: OpInputError: " + name)
+        assert results[1].startswith(f"OpInputError: {name} must be")
+
+
+@pytest.mark.parametrize("op", ["kda", "ssd"])
+def test_a_handoff_needs_a_pairwise_transport(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CULA_CP_COMPOSITION", "handoff")
+
+    def body(transport: Transport) -> str:
+        pairwise, transport.capabilities = (
+            transport.capabilities,
+            replace(transport.capabilities, pairwise=False),
+        )
+        with pytest.raises(CapabilityError, match="handoff") as caught:
+            FUNCTIONS[op](**arguments(op, transport))
+        transport.capabilities = pairwise
+        FUNCTIONS[op](**arguments(op, transport))  # nothing was staged
+        return str(caught.value)
+
+    assert len(set(threads.run(body, 3, 5.0))) == 1
 
 
 def test_every_rank_may_raise_and_go_on() -> None:

@@ -12,7 +12,9 @@ from collections import Counter
 
 import pytest
 
-from cptransport.testing.op_cases import OPS, OpCase
+from cptransport.composition import COMPOSITIONS
+from cptransport.layouts import LAYOUTS
+from cptransport.testing.op_cases import OPS, OPTIONAL, OpCase
 from cptransport.testing.op_oracle import check
 from cptransport.testing.op_random import random_spec
 from cptransport.testing.op_rank import run_threads
@@ -33,6 +35,45 @@ def test_random_calls(op: str, dtype: str, block: int) -> None:
     always = {name for name in shown if "," not in name and not name.startswith(("bytes", "dtype"))}
     assert len(always) >= 5
     assert all(shown[name] for name in always), shown
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_random_calls_meet_everything(op: str, dtype: str) -> None:
+    """What is drawn above has every layout, world size, composition, kind of plan and input."""
+    met: Counter[object] = Counter()
+    for seed in range(4 * BLOCK):
+        spec = random_spec(random.Random(f"{op}/{dtype}/{seed}"), op, dtype=dtype)
+        plan = spec.plan()
+        met.update([spec.layout, spec.world_size, spec.composition, *spec.optional, *spec.loss])
+        met.update(name for name in ("overlap", "strided", "alternate") if getattr(spec, name))
+        met.update(name for name in spec.options if spec.options[name])
+        met["padding"] += plan.has_padding
+        met["dense"] += spec.batch > 1
+        met["packed"] += plan.num_sequences > 2
+        met["uneven"] += spec.layout == "contiguous" and spec.boundaries is not None
+        met["empty sequence"] += len(set(spec.cu_seqlens)) < len(spec.cu_seqlens)
+        met["empty rank"] += any(not plan.for_rank(r).num_tokens for r in range(plan.world_size))
+        met["two segments"] += plan.max_segments > plan.num_sequences
+    expected = {*LAYOUTS, *range(1, 6), *COMPOSITIONS, *OPTIONAL[op], "output", "final"}
+    expected |= {"overlap", "strided", "alternate", "padding", "dense", "packed", "uneven"}
+    expected |= {"empty sequence", "empty rank", "two segments"}
+    expected |= {
+        "kda": {
+            "scale",
+            "use_qk_l2norm_in_kernel",
+            "use_gate_in_kernel",
+            "lower_bound",
+            "safe_gate",
+            "use_beta_sigmoid_in_kernel",
+            "allow_neg_eigval",
+            "state_v_first",
+        },
+        "ssd": {"dt_softplus", "dt_limit"},
+        "conv1d": {"activation"},
+        "mixer": {"activation", "dt_limit"},
+    }[op]
+    assert not {each for each in expected if not met[each]}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
