@@ -5,9 +5,10 @@
 
     PYTHONPATH=.:kernels:backends/nccl:backends/cupy_ipc python tests/gpu/run_all.py --out results
 
-writes ``results/results.json``, ``junit.xml`` and ``log.txt``, and prints a table last. Steps are
-pytest runs; ``--jobs`` runs several at once under one MPS daemon, which is faster and proves the
-same except for time. Exit code 1: something failed, did not end or ran nothing.
+writes ``results.json``, ``junit.xml``, ``log.txt`` and a ``conformance-*.json`` per transport
+there, and prints a table last. Steps are pytest runs; ``--jobs`` runs several at once under one MPS
+daemon, which is faster and proves the same except for time. Exit code 1: something failed, did not
+end or ran nothing.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ class Result:
         return sum(outcome in words for outcome in self.outcomes.values())
 
 
-def _steps() -> list[Step]:
+def _steps(out: Path) -> list[Step]:
     transports = "tests/gpu/test_transports_gpu.py"
 
-    def contract(name: str, limit_s: float = 150) -> Step:
-        return Step(f"contract {name}", (f"{transports}::Test{name}",), limit_s)
+    def contract(name: str) -> Step:
+        report = ("-p", "cptransport.testing.plugin", f"--cpt-report={out}/conformance-{name}.json")
+        return Step(f"contract {name}", (f"{transports}::Test{name}", *report), 150)
 
     def ops(backend: str, ranks: int) -> Step:
         return Step(
@@ -143,7 +145,6 @@ def _environment() -> str:
 
 
 def _write(out: Path, folder: Path, environment: str, results: Sequence[Result]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     document = {"environment": environment, "steps": [asdict(result) for result in results]}
     (out / "results.json").write_text(json.dumps(document, indent=1))
     suites = ET.Element("testsuites")
@@ -179,8 +180,11 @@ def main() -> int:
     args = parser.parse_args()
     deadline = time.monotonic() + args.limit_s
     words = [word for word in args.only.split(",") if word]
-    steps = [s for s in _steps() if not words or any(word in s.name for word in words)]
+    steps = [
+        s for s in _steps(args.out.resolve()) if not words or any(word in s.name for word in words)
+    ]
 
+    args.out.mkdir(parents=True, exist_ok=True)
     sys.path.insert(0, str(ROOT))
     from cptransport.launch import MpsDaemon, MpsUnavailableError, banner, daemon_environment
 

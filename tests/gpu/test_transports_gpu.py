@@ -24,7 +24,6 @@ pytestmark = pytest.mark.gpu
 
 #: A case that hangs must not use up the time of a leased GPU.
 WATCHDOG_S = 40.0
-WAIT_S = 8.0
 
 
 def shared(ranks: int) -> dict[str, str]:
@@ -36,6 +35,7 @@ class SharedGpu(TransportContract):
 
     __test__ = False
     device = "cuda"
+    timeout_s = 8.0
 
     def make_options(self) -> dict[str, str]:
         return shared(self.ranks_per_device)
@@ -43,7 +43,6 @@ class SharedGpu(TransportContract):
     def run(
         self, case: Callable[..., Any], world_size: int, *, watchdog_s: float = 0, **kwargs: Any
     ) -> list[Any]:
-        kwargs.setdefault("transport_timeout_s", WAIT_S)
         return super().run(case, world_size, watchdog_s=watchdog_s or WATCHDOG_S, **kwargs)
 
 

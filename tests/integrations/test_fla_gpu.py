@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -28,6 +30,21 @@ def _end_ranks() -> Any:
     close_pools()
 
 
+def _first_configurations() -> None:
+    """Let FLA's kernels take their first configuration: trying all out takes minutes, and shows nothing here."""
+    from triton.runtime.autotuner import Autotuner
+
+    importlib.import_module("fla.ops.kda")
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "fla":
+            continue
+        for kernel in list(vars(module).values()):
+            while kernel is not None:
+                if isinstance(kernel, Autotuner):
+                    kernel.configs = kernel.configs[:1]
+                kernel = vars(kernel).get("fn") if hasattr(kernel, "__dict__") else None
+
+
 def _step(context: Any, packed: dict[str, torch.Tensor], rank: int) -> list[torch.Tensor]:
     """Output and gradients of this rank's half of FLA's KDA."""
     from fla.ops.kda import chunk_kda
@@ -44,6 +61,7 @@ def _kda(ranks: Ranks, layout: str) -> list[float]:
     """Return the largest differences inside and after the routed block, and the number of calls."""
     from fla.ops.cp import build_cp_context
 
+    _first_configurations()
     tokens, heads, size = 512, 4, 64
     parts = ranks.world_size * (2 if layout == "zigzag" else 1)
     cu_seqlens = torch.tensor([0, 100, 700, tokens * parts], dtype=torch.int32, device=ranks.device)
