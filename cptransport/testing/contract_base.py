@@ -51,7 +51,11 @@ FULL = Figures(
 
 
 def clause(
-    *numbers: str, ranks: int = 1, processes: bool = False, **capabilities: bool
+    *numbers: str,
+    ranks: int = 1,
+    processes: bool = False,
+    largest: bool = False,
+    **capabilities: bool,
 ) -> Callable[[F], F]:
     """Say which clauses of ``docs/contract.md`` a test checks and what it needs.
 
@@ -59,13 +63,19 @@ def clause(
         numbers: ``"C7"`` and so on.
         ranks: smallest world size at which it shows anything.
         processes: ranks must be processes (it ends them, or makes groups of them).
+        largest: run at the largest world size only, since ranks have to start anew.
         capabilities: flags that the transport must claim, else the test is skipped with that
             reason.
     """
 
     def mark(function: F) -> F:
-        needs = {"ranks": ranks, "processes": processes, "capabilities": capabilities}
-        function.contract = {"clauses": numbers, **needs}  # type: ignore[attr-defined]
+        function.contract = {  # type: ignore[attr-defined]
+            "clauses": numbers,
+            "ranks": ranks,
+            "processes": processes,
+            "largest": largest,
+            "capabilities": capabilities,
+        }
         return function
 
     return mark
@@ -102,6 +112,8 @@ class ContractTests:
         needs = getattr(metafunc.function, "contract", {})
         if "world_size" in metafunc.fixturenames:
             sizes = [size for size in self.world_sizes if size >= needs.get("ranks", 1)]
+            if needs.get("largest"):
+                sizes = sizes[-1:]
             few = pytest.mark.skip(reason=f"shows nothing below {needs.get('ranks')} ranks")
             metafunc.parametrize("world_size", sizes or [pytest.param(0, marks=few)])
         if "figures" in metafunc.fixturenames:
