@@ -78,7 +78,8 @@ class RowMove:
     def split(self, x: Tensor) -> list[Tensor]:
         """Return the rows for each rank, ``[rows, *rest]``."""
         rows, _ = self._tables(x.device)
-        return list(x.movedim(self.dim, 0).index_select(0, rows).split(self.send_counts))
+        taken = _plain(x).movedim(self.dim, 0).index_select(0, rows).view(x.dtype)
+        return list(taken.split(self.send_counts))
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Return the shape of each rank's rows."""
@@ -96,7 +97,7 @@ class RowMove:
         for part in parts:
             if len(part):
                 here = rows.narrow(0, start, len(part))
-                result.index_copy_(self.dim, here, part.movedim(0, self.dim))
+                _plain(result).index_copy_(self.dim, here, _plain(part).movedim(0, self.dim))
                 start += len(part)
         return result
 
@@ -228,6 +229,11 @@ def state_move(plan_from: Plan, plan_to: Plan, rank: int, batch: int, end: str) 
     send, receive = sorted(send), sorted(receive)
     counts = _counts(send, size), _counts(receive, size)
     return RowMove(rank, states, states, _rows(send), counts[0], _rows(receive), counts[1], dim=0)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """View small dtypes as bytes: torch does not index rows of every one of them."""
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
 def _rows(runs: Sequence[tuple[int, int, int]]) -> Tensor:
