@@ -1,14 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``cptransport plan``: who owns which tokens, and what moves."""
+"""``cptransport plan``: who owns which tokens, what moves, and what it is predicted to take."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from cptransport import registry
+from cptransport.composition import COMPOSITIONS
+from cptransport.cost import choose, costs_of, predict
 from cptransport.layouts import LAYOUTS
 from cptransport.plan import Plan, build_plan
+from cptransport.transport import PartSpec, Slot
 
 __all__ = ["add_parser", "boundaries", "draw", "offsets", "run"]
 
@@ -19,7 +26,8 @@ def add_parser(subparsers: Any) -> None:
         "plan",
         help="who owns which tokens, and what moves",
         description="Prints the plan of a packed stream: every rank's segments, every sequence's "
-        "chain of ranks, and how many summaries each rank receives in each composition.",
+        "chain of ranks, how many summaries each rank receives in each composition, what that is "
+        "predicted to take, and which composition `auto` takes.",
     )
     parser.add_argument(
         "--cu-seqlens",
@@ -50,12 +58,27 @@ def add_parser(subparsers: Any) -> None:
         help="rows where the sequences start in the padded buffer",
     )
     parser.add_argument(
+        "--op", choices=("kda", "ssd"), default="kda", help="whose summaries move (default kda)"
+    )
+    for name, default, what in (
+        ("--heads", 32, "HV or nheads"),
+        ("--key-dim", 128, "K or dstate"),
+        ("--value-dim", 128, "V or headdim"),
+        ("--batch", 1, "B"),
+    ):
+        parser.add_argument(
+            name, type=int, default=default, metavar="N", help=f"{what} (default {default})"
+        )
+    parser.add_argument(
+        "--backend", default="gloo", metavar="NAME", help="what moves them (default gloo)"
+    )
+    parser.add_argument(
         "--plot", type=Path, metavar="FILE", help="also draw it (needs 'cptransport[bench]')"
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan, and draw it when asked to."""
+    """Print the plan and what it costs, and draw it when asked to."""
     plan = build_plan(
         args.cu_seqlens,
         world_size=args.world_size,
@@ -63,11 +86,42 @@ def run(args: argparse.Namespace) -> int:
         boundaries=args.boundaries,
         padded_cu_seqlens=args.padded_cu_seqlens,
     )
-    print(plan.describe())
+    backend = registry.load_backend(args.backend).spec
+    lines = list(_costs(plan, args, backend.name, backend.capabilities.pairwise))
+    print("\n".join([plan.describe(), *lines]))
     if args.plot is not None:
         draw(plan, args.plot)
         print(f"drawn in {args.plot}")
     return 0
+
+
+def _costs(plan: Plan, args: argparse.Namespace, backend: str, pairwise: bool) -> Iterator[str]:
+    parts = _parts(plan, args)
+    choice = choose(plan, parts, backend, pairwise)
+    yield (
+        f"{args.op}, {args.heads} heads, K {args.key_dim}, V {args.value_dim}, batch {args.batch}, "
+        f"float32, on {backend}, forward and backward: auto takes {choice.composition}"
+    )
+    for composition in COMPOSITIONS:
+        if composition == "handoff" and not pairwise:
+            yield f"  handoff: not served, {backend} is not pairwise"
+            continue
+        volume = plan.volume(Slot("plan", parts), composition)
+        received = max(map(sum, zip(volume.forward, volume.backward, strict=True)))
+        seconds = predict(plan, parts, composition, costs_of(backend))
+        yield f"  {composition}: predicted {seconds * 1e6:.0f} us, a rank receives up to {received} bytes"
+
+
+def _parts(plan: Plan, args: argparse.Namespace) -> tuple[PartSpec, PartSpec]:
+    rows = plan.max_segments * args.batch
+    state = (rows, args.heads, args.key_dim, args.value_dim)
+    transition: tuple[int, ...] = (rows, args.heads, args.key_dim, args.key_dim)
+    if args.op == "ssd":
+        state, transition = (rows, args.heads, args.value_dim, args.key_dim), (rows, args.heads)
+    return (
+        PartSpec("state", state, torch.float32),
+        PartSpec("transition", transition, torch.float32),
+    )
 
 
 def draw(plan: Plan, path: Path) -> None:

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from cptransport import env
-from cptransport.composition import schedule
 from cptransport.context import CPContext
+from cptransport.cost import Choice, choose, costs_of, predict
 from cptransport.engines import KDAOptions, OpFacts, SSDOptions
 from cptransport.exchange import Wire
 from cptransport.ops.call import OpCall
 from cptransport.ops.engine_choice import choose_engine
 from cptransport.ops.inputs import describe_call
 from cptransport.ops.scope import RunRecord, record_run
+from cptransport.transport import PartSpec
 
 __all__ = ["make_call"]
 
@@ -58,7 +59,7 @@ def make_call(
         The call, and the text that must be the same on every rank.
 
     Raises:
-        As ``choose_engine`` and ``schedule``; EnvVarError.
+        As ``choose_engine``; EnvVarError.
     """
     plan, transport = context.plan, context.transport
     batch, heads, value_heads, key_dim, value_dim = sizes
@@ -84,9 +85,8 @@ def make_call(
         options=options,
     )
     chosen, reasons = choose_engine(facts, transport, engine)
-    asked = env.choice(env.COMPOSITION)
-    composition = "gather" if asked == "auto" else asked
-    schedule(plan, "forward", composition)  # refuses what is not served, before anything is staged
+    parts = chosen.slot_parts(facts)
+    choice = _compose(context, parts)
     overlap = env.flag(env.OVERLAP)
     layout = getattr(chosen, "state_layout", "k_major")
     call = OpCall(
@@ -96,7 +96,7 @@ def make_call(
         engine=chosen,
         facts=facts,
         context=context,
-        wire=Wire(op, chosen.slot_parts(facts), layout, batch, device, composition),
+        wire=Wire(op, parts, layout, batch, device, choice.composition),
         overlap=overlap,
         state_shape=state_shape,
         swap=layout != user_layout,
@@ -105,7 +105,23 @@ def make_call(
     )
     record_run(
         RunRecord(
-            title, chosen.name, transport.name, composition, overlap, plan.world_size, reasons
+            title,
+            chosen.name,
+            transport.name,
+            choice.composition,
+            overlap,
+            plan.world_size,
+            (*reasons, *choice.passed_over),
+            choice.predicted_s,
         )
     )
-    return call, describe_call(facts, plan.digest(), chosen.name, composition, overlap)
+    return call, describe_call(facts, plan.digest(), chosen.name, choice.composition, overlap)
+
+
+def _compose(context: CPContext, parts: tuple[PartSpec, ...]) -> Choice:
+    """The composition that was asked for, or the cheapest; the same on every rank."""
+    plan, transport = context.plan, context.transport
+    asked = env.choice(env.COMPOSITION)
+    if asked == "auto":
+        return choose(plan, parts, transport.name, transport.capabilities.pairwise)
+    return Choice(asked, predict(plan, parts, asked, costs_of(transport.name)))
