@@ -9,7 +9,6 @@ the summaries are written; a captured step holds staging and writing too (option
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,15 +80,23 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         seed=args.seed,
     )
     chosen = variants(settings, args.device)
+    ended: set[str] = set()
     outcomes: dict[str, list[list[Outcome]]] = {
         backend: [[Outcome() for _ in chosen] for _ in range(world_size)] for backend in backends
     }
     for repeat in range(args.repeats):
         for number, backend in enumerate(backends):
+            if backend in ended:
+                continue
             done = (repeat + number / len(backends)) / args.repeats
             progress(f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", done)
-            for rank, found in enumerate(_repeat(args, backend, ranks, settings, chosen)):
-                for outcome, later in zip(outcomes[backend][rank], found, strict=True):
+            try:
+                found = _repeat(args, backend, ranks, settings)
+            except CaseError as error:  # its row says so; another repeat would wait as long again
+                ended.add(backend)
+                found = _ended(error, world_size, len(chosen))
+            for rank, of_rank in enumerate(found):
+                for outcome, later in zip(outcomes[backend][rank], of_rank, strict=True):
                     outcome.add(later)
     rows = [
         row(
@@ -143,26 +150,24 @@ def _default_backends(device: str, ranks: _Placement) -> list[str]:
 
 
 def _repeat(
-    args: argparse.Namespace,
-    backend: str,
-    ranks: _Placement,
-    settings: Settings,
-    chosen: Sequence[Variant],
+    args: argparse.Namespace, backend: str, ranks: _Placement, settings: Settings
 ) -> list[list[Outcome]]:
-    """Run one repeat; what ended the ranks becomes every row's error."""
-    try:
-        return on_ranks(
-            boundary_rank,
-            backend=backend,
-            world_size=ranks.world_size,
-            device=args.device,
-            ranks_per_device=ranks.per_device,
-            timeout_s=args.timeout_s,
-            settings=asdict(settings),
-        )
-    except CaseError as error:
-        texts = [_last_line(error.failures.get(rank)) for rank in range(ranks.world_size)]
-        return [[Outcome(error=text) for _ in chosen] for text in texts]
+    """Return one repeat's outcomes, by rank and variant."""
+    return on_ranks(
+        boundary_rank,
+        backend=backend,
+        world_size=ranks.world_size,
+        device=args.device,
+        ranks_per_device=ranks.per_device,
+        timeout_s=args.timeout_s,
+        settings=asdict(settings),
+    )
+
+
+def _ended(error: CaseError, world_size: int, variants: int) -> list[list[Outcome]]:
+    """Return outcomes that say what ended the ranks."""
+    texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
+    return [[Outcome(error=text) for _ in range(variants)] for text in texts]
 
 
 def _last_line(text: str | None) -> str | None:

@@ -17,7 +17,8 @@ from cptransport.cli import main
 
 SMALL = ["--heads", "2", "--key-dim", "4", "--value-dim", "3"]
 SMALL += ["--composition", "gather", "--composition", "handoff"]
-SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2", "--device", "cpu"]
+SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2"]
+SHORT += ["--device", "cpu", "--timeout-s", "60"]
 
 
 def bench(name: str, *arguments: str) -> dict[str, Any]:
