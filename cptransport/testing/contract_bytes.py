@@ -29,7 +29,11 @@ def exchange_all(transport: BoundaryTransport, slot: Slot, generation: int) -> N
         for part in slot.parts:
             got = transport.fetch(slot, part.name, source=source)
             assert got.device == transport.device
-            assert_bytes(got, part, rank=source, slot=slot.name, generation=generation)
+            try:
+                assert_bytes(got, part, rank=source, slot=slot.name, generation=generation)
+            except AssertionError:
+                transport.check()  # a device wait that ended early hands out no payload, and says so here
+                raise
             if source != transport.rank and not transport.capabilities.in_place:
                 spoil(got)  # whatever is not written anew in a later generation shows
 
