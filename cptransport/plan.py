@@ -87,9 +87,9 @@ class RankPlan:
     @cached_property
     def index(self) -> Tensor:
         """Global row of every local row, ascending (int64, [num_tokens], cpu)."""
-        if not self.runs:
-            return torch.empty(0, dtype=torch.int64)
-        return torch.cat([torch.arange(run.start, run.stop) for run in self.runs])
+        with torch.inference_mode(False):
+            pieces = [torch.arange(run.start, run.stop, device="cpu") for run in self.runs]
+            return torch.cat([torch.arange(0, device="cpu"), *pieces])
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,9 @@ class Plan:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[Plan], tuple[object, ...]]:
+        return Plan, self._content  # without the cached hash, which another process makes anew
 
     @cached_property
     def _hash(self) -> int:
@@ -318,13 +321,13 @@ class Plan:
     def _view(self, rank: int) -> RankPlan:
         segments = tuple(self.segments[i] for i in self._owned[rank])
         num_tokens = self._num_tokens[rank]
+        runs = tuple(run for run in self.runs if run.rank == rank)
+        if self.has_padding:
+            return RankPlan(num_tokens, segments, runs, None)
         offsets = [segment.local_start for segment in segments] + [num_tokens]
-        return RankPlan(
-            num_tokens,
-            segments,
-            tuple(run for run in self.runs if run.rank == rank),
-            None if self.has_padding else torch.tensor(offsets, dtype=torch.int64),
-        )
+        with torch.inference_mode(False):
+            cu_seqlens = torch.tensor(offsets, dtype=torch.int64, device="cpu")
+        return RankPlan(num_tokens, segments, runs, cu_seqlens)
 
     @staticmethod
     def _check(what: str, index: int, count: int) -> None:

@@ -229,7 +229,8 @@ class _Conv(torch.autograd.Function):
         ctx.call = call
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, border, weight, bias)
+        # The initial state only shows a second backward where it would have to go.
+        ctx.save_for_backward(x, border, weight, bias, initial_state)
         return y, final
 
     @staticmethod
@@ -238,7 +239,7 @@ class _Conv(torch.autograd.Function):
         ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         call: _Call = ctx.call
-        x, border, weight, bias = ctx.saved_tensors
+        x, border, weight, bias, _ = ctx.saved_tensors
         transport = call.context.transport
         with op_step(transport):
             agree(

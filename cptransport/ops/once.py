@@ -24,7 +24,7 @@ _Backward = Callable[..., tuple[Tensor | None, ...]]
 class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, grads: tuple[Tensor | None, ...], *inputs: Tensor
+        ctx: Any, grads: tuple[Tensor | None, ...], *origins: Tensor
     ) -> tuple[Tensor | None, ...]:
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
@@ -34,7 +34,7 @@ class _Refuse(torch.autograd.Function):
 
 
 def once_differentiable(backward: _Backward) -> _Backward:
-    """Decorate the ``backward`` of an autograd function that saves its inputs.
+    """Decorate the ``backward`` of an autograd function that saves all inputs it is not linear in.
 
     Raises:
         OpInputError: in a backward through the gradients that it gave under ``create_graph``.
@@ -46,8 +46,8 @@ def once_differentiable(backward: _Backward) -> _Backward:
             found = backward(ctx, *grads)
         if not torch.is_grad_enabled():  # no create_graph
             return found
-        # The inputs make a path to what the second backward asks for.
-        inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
-        return _Refuse.apply(found, *inputs)  # type: ignore[no-untyped-call, no-any-return]
+        # What the gradients depend on makes a path to what the second backward asks for.
+        origins = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
+        return _Refuse.apply(found, *origins)  # type: ignore[no-untyped-call, no-any-return]
 
     return wrapper

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an independent reading of the ops' contract found; each case failed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cptransport import CPContext, OpInputError, build_plan, threads
+from cptransport.ops import causal_conv1d, chunk_kda
+
+PLAN = build_plan([0, 7, 20], world_size=2)
+T, H, HV, K, V, D, W = 20, 2, 4, 8, 6, 5, 3
+
+
+def on_ranks(body: Callable[[CPContext], Any]) -> list[Any]:
+    return threads.run(lambda transport: body(CPContext(PLAN, transport)), 2, 10.0)
+
+
+def kda_inputs(context: CPContext) -> tuple[Tensor, ...]:
+    whole = [torch.randn(1, T, heads, K) / 4 for heads in (H, H, HV)]
+    q, k, g = whole
+    everything = (q, k, torch.randn(1, T, HV, V), -g.abs(), torch.rand(1, T, HV))
+    return tuple(PLAN.shard(x, context.rank) for x in everything)
+
+
+def test_validation_before_training() -> None:
+    def body(context: CPContext) -> bool:
+        inputs = kda_inputs(context)
+        with torch.inference_mode():
+            for _ in range(2):
+                chunk_kda(*inputs, cp_context=context)
+                causal_conv1d(inputs[2][..., 0], torch.ones(HV, W), cp_context=context)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        for _ in range(2):
+            o, _ = chunk_kda(*leaves, cp_context=context)
+            y, _ = causal_conv1d(o[..., 0], torch.ones(HV, W), cp_context=context)
+            y.sum().backward()
+        return all(x.grad is not None for x in leaves)
+
+    assert on_ranks(body) == [True, True]
+
+
+def second_order_of_state(context: CPContext) -> tuple[Tensor, Tensor]:
+    state = torch.randn(2, HV, K, V, requires_grad=True)
+    o, _ = chunk_kda(*kda_inputs(context), cp_context=context, initial_state=state)
+    return o.square().sum(), state
+
+
+def second_order_of_conv_state(context: CPContext) -> tuple[Tensor, Tensor]:
+    state = torch.randn(2, D, W - 1, requires_grad=True)
+    x = torch.randn(1, context.local.num_tokens, D)
+    y, _ = causal_conv1d(
+        x, torch.randn(D, W), cp_context=context, activation="silu", initial_state=state
+    )
+    return y.sum(), state
+
+
+def second_order_of_residual(context: CPContext) -> tuple[Tensor, Tensor]:
+    x, residual = torch.randn(2, 1, context.local.num_tokens, D).unbind()
+    residual.requires_grad_()
+    y, _ = causal_conv1d(x, torch.randn(D, W), cp_context=context, residual=residual)
+    return y.square().sum(), residual
+
+
+@pytest.mark.parametrize(
+    "penalised", [second_order_of_state, second_order_of_conv_state, second_order_of_residual]
+)
+def test_no_second_order_term_is_dropped_silently(penalised: Callable[..., Any]) -> None:
+    """A gradient penalty, where no input that the op keeps requires a gradient."""
+
+    def body(context: CPContext) -> str:
+        loss, asked = penalised(context)
+        (gradient,) = torch.autograd.grad(loss, asked, create_graph=True)
+        with pytest.raises(OpInputError, match="double backward"):
+            (loss + gradient.square().sum()).backward()
+        return "refused"
+
+    assert on_ranks(body) == ["refused"] * 2
+
+
+def test_dt_bias_of_the_right_size_and_the_wrong_shape() -> None:
+    def body(context: CPContext) -> str:
+        with pytest.raises(OpInputError, match="dt_bias"):
+            chunk_kda(
+                *kda_inputs(context),
+                cp_context=context,
+                use_gate_in_kernel=True,
+                dt_bias=torch.randn(K, HV),
+            )
+        return "refused"
+
+    assert on_ranks(body) == ["refused"] * 2
