@@ -2,13 +2,13 @@
 """``TransportBase``: the bookkeeping that every transport shares, so that a transport is only how bytes move.
 
 It checks the order of verbs, routes and single takes, keeps the counters, turns the first failure
-into a broken
-transport, and leaves five hooks to the subclass::
+into a broken transport, and leaves five hooks to the subclass::
 
-    _stage(current, retired)   wait until generation g-2 is released everywhere, return the buffers
-    of g _publish(current, to)      release the staged parts _receive(current, wanted)  wait for and
-    return parts of other ranks _barrier()                 wait for all ranks _close(broken)
-    free everything
+    _stage(current, retired)   wait until g-2 is released everywhere, return the buffers of g
+    _publish(current, to)      release the staged parts
+    _receive(current, wanted)  wait for and return parts of other ranks
+    _barrier()                 wait for all ranks
+    _close(broken)             free everything
 
 Hooks that wait on the host do it through ``self._wait``; it ends at the deadline or when a peer
 failed.

@@ -250,6 +250,20 @@ class ControlPlane:
                 pause = min(2 * pause, POLL_S)
         return [self._store.get(key).decode() for key in keys]
 
+    def note(self, key: str, value: str) -> None:
+        """Leave a text of this rank under a key, in place of the one before."""
+        try:
+            self._store.set(f"note/{key}/{self.rank}", value)
+        except Exception as error:
+            raise PeerFailedError(
+                f"the group's store is gone with the rank that hosted it: {error}"
+            ) from error
+
+    def notes(self, key: str) -> list[str]:
+        """Return what every rank last noted under a key, in rank order; empty where nothing."""
+        names = [f"note/{key}/{rank}" for rank in range(self.world_size)]
+        return [self._store.get(name).decode() if self._has(name) else "" for name in names]
+
     def _has(self, key: str) -> bool:
         try:
             return bool(self._store.check([key]))

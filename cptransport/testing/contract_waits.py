@@ -94,7 +94,7 @@ def _silent_peer(ranks: Ranks, limit_s: float, verb: str, silent: int) -> None:
         assert waited >= 0.8 * limit_s
         assert error.waited_s is not None
         assert 0.8 * limit_s <= error.waited_s <= limit_s + GRACE_S
-        assert silent in error.missing, error
+        assert error.missing == (silent,), error
         assert str(silent) in str(error)
         if verb != "barrier":
             assert (error.slot, error.generation) == ("waited", generation)

@@ -217,6 +217,7 @@ def run_case(
         What the case returned.
     """
     try:
+        ranks.sync()  # imports may take one rank longer than another; waits of the case may be short
         with ranks.closing():
             return fn(ranks.create() if transport else ranks, **kwargs)
     except BaseException:

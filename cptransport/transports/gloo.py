@@ -117,6 +117,7 @@ class GlooTransport(TransportBase):
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         self._limit = timedelta(seconds=2 * timeout_s)  # gloo's own; ours expires first
         self._interrupted = False
+        self._barriers = 0
         this = weakref.ref(self)
         self._at_exit = partial(_interrupt_at_exit, this)
         self._waiting = False
@@ -189,9 +190,14 @@ class GlooTransport(TransportBase):
         options = BarrierOptions()
         options.timeout = self._limit
         call = lambda: self._pg.barrier(options).wait(self._limit)  # noqa: E731
-        self._run(
-            call, "barrier", None, lambda: [r for r in range(self.world_size) if r != self.rank]
-        )
+        self._barriers += 1
+        self.control.note("barrier", str(self._barriers))  # gloo cannot say who is missing
+
+        def missing() -> list[int]:
+            notes = self.control.notes("barrier")
+            return [rank for rank, count in enumerate(notes) if int(count or 0) < self._barriers]
+
+        self._run(call, "barrier", None, missing)
 
     def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
         self._rounds += 1
