@@ -117,7 +117,8 @@ def carrier_of(cp_or_group: Any) -> Carrier:
         found = threads.current_transport()
     if found is None and not dist.is_initialized():
         return LoopbackTransport(torch.device("cpu"), env.timeout_s())
-    if found is None or isinstance(found, dist.ProcessGroup):
+    absent = dist.is_available() and found == dist.GroupMember.NON_GROUP_MEMBER
+    if found is None or absent or isinstance(found, dist.ProcessGroup):
         group_world_size(found)  # refuses a group that this process is not in
         return GroupCarrier(found or dist.group.WORLD, env.timeout_s())
     if hasattr(found, "move"):
