@@ -156,7 +156,10 @@ def build_pieces(
         ]
         if cut_only and not wanted:
             return None
-        return FoldSteps([of_segment(ranges[i]) for i in wanted], device, results=wanted)
+        # A row per segment, wanted or not: a fold's start has a row per segment too.
+        rows = [of_segment(r) if i in wanted else [] for i, r in enumerate(ranges)]
+        results = [i if i in wanted else -1 for i in range(len(segments))]
+        return FoldSteps(rows, device, results=results)
 
     def update(pieces: range) -> list[Step]:
         # From a zero start: the entering state is not known yet.
