@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from cptransport import registry
+from cptransport import notices, registry
 from cptransport.agreement import Ranks, agree, by_rank
 from cptransport.backend import BackendSpec, TransportBase
 from cptransport.control import creating
@@ -166,7 +165,7 @@ class Trial:
         text = f"{loaded.spec.name} advises: {'; '.join(lines)}"
         if any(request.strict for request in self._requests):
             raise EnvVarError(text)
-        warnings.warn(text, stacklevel=5)
+        notices.warn(text)
 
     def _make(self, loaded: registry.LoadedBackend, attempt: str) -> BoundaryTransport:
         """Call ``create`` and check what it returns."""

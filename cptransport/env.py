@@ -10,10 +10,10 @@ from __future__ import annotations
 import difflib
 import math
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from cptransport import notices
 from cptransport.errors import EnvVarError
 
 __all__ = [
@@ -160,7 +160,7 @@ def check_names(*, strict: bool, declared: Sequence[str] = ()) -> None:
     if strict and messages:
         raise EnvVarError("; ".join(messages))
     for message in messages:
-        warnings.warn(message, stacklevel=5)  # whoever called create_transport
+        notices.warn(message)
 
 
 def unknown_names(declared: Sequence[str] = ()) -> list[str]:

@@ -43,6 +43,7 @@ __all__ = [
     "Origin",
     "backend_names",
     "broken_engines",
+    "check_environment",
     "check_values",
     "declared_variables",
     "engine_names",
@@ -170,6 +171,16 @@ def declared_variables() -> tuple[str, ...]:
         except BackendError:
             continue  # reported by whoever asks for that backend
     return tuple(names)
+
+
+def check_environment(*, strict: bool) -> None:
+    """Complain about ``CULA_CP_*`` names in the environment that nobody declares.
+
+    Raises:
+        EnvVarError: strict, and a name is unknown.
+    """
+    if env.unknown_names():  # only then, since it imports every backend's descriptor
+        env.check_names(strict=strict, declared=declared_variables())
 
 
 def check_values(spec: BackendSpec) -> None:

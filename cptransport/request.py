@@ -64,8 +64,7 @@ def make_request(
         BackendNotFoundError, BackendConflictError: of the name asked for.
         EnvVarError: strict, and the environment has an unknown ``CULA_CP_*`` name.
     """
-    if env.unknown_names():  # only then, since it imports every backend's descriptor
-        env.check_names(strict=strict, declared=registry.declared_variables())
+    registry.check_environment(strict=strict)
     return Request(
         asked=asked,
         backend=_resolve(asked, ranks.world_size),

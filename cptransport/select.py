@@ -15,15 +15,13 @@ has a deadline.
 from __future__ import annotations
 
 import logging
-import threading
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from cptransport import env, registry
+from cptransport import env, notices, registry
 from cptransport.agreement import Ranks, agree, by_rank, group_world_size
 from cptransport.candidate import Trial, dispose
 from cptransport.errors import (
@@ -38,8 +36,6 @@ from cptransport.transport import BoundaryTransport, Selection
 __all__ = ["auto_candidates", "create_transport", "group_world_size"]
 
 _log = logging.getLogger("cptransport")
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
 
 
 def create_transport(
@@ -88,9 +84,9 @@ def create_transport(
     except BaseException as error:  # not agreed on: peers must not wait for this rank
         ranks.leave(error)
         raise
-    if warning and _first_time(warning):
+    if warning:
         try:
-            warnings.warn(warning, BackendFallbackWarning, stacklevel=2)
+            notices.warn_once(warning, BackendFallbackWarning)
         except BackendFallbackWarning as error:  # the user made it an error
             dispose(transport, error)
             raise
@@ -208,11 +204,3 @@ def _announce(ranks: Ranks, transport: BoundaryTransport, named: bool) -> str:
         f"backend {selection.requested!r} cannot serve here, {selection.chosen!r} runs instead "
         f"({reasons}); {env.STRICT.name}=1 makes this an error"
     )
-
-
-def _first_time(warning: str) -> bool:
-    with _warned_lock:
-        if warning in _warned:
-            return False
-        _warned.add(warning)
-        return True

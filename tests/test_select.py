@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cptransport
-from cptransport import env, select
+from cptransport import env, notices, select
 from cptransport.agreement import Ranks
 from cptransport.errors import (
     BackendContractError,
@@ -55,7 +55,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable is set, nothing was warned of, and none of the five packages is there."""
     for name in [name for name in os.environ if name.startswith(env.PREFIX)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(select, "_warned", set())
+    monkeypatch.setattr(notices, "_given", set())
     for name in ("nccl", "nvshmem_signal", "nvshmem_barrier", "cudnn_summary", "cupy_ipc"):
         monkeypatch.setitem(sys.modules, f"cptransport_{name}", None)
 

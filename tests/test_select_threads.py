@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cptransport
-from cptransport import env, select
+from cptransport import env, notices
 from cptransport.errors import (
     BackendContractError,
     BackendError,
@@ -67,7 +67,7 @@ BACKEND = replace(threads.BACKEND, name={name!r}, probe=probe, create=create)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith(env.PREFIX)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(select, "_warned", set())
+    monkeypatch.setattr(notices, "_given", set())
 
 
 @pytest.fixture

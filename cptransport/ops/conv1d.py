@@ -43,6 +43,7 @@ _UPSTREAM = {
     "backend": "use engine selection",
     "initial_states": "the argument is initial_state, [N, D, W-1]",
     "return_final_states": "the argument is output_final_state",
+    "final_states_out": "the op allocates its final state",
 }
 
 

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import warnings
-
-from cptransport import env, registry
+from cptransport import env, notices, registry
 from cptransport.engines import Engine, OpFacts
 from cptransport.errors import BackendError, BackendFallbackWarning, BackendUnavailableError
 from cptransport.transport import BoundaryTransport
@@ -13,8 +11,6 @@ from cptransport.transport import BoundaryTransport
 __all__ = ["choose_engine"]
 
 Reasons = tuple[tuple[str, str], ...]
-
-_warned: set[tuple[str, str]] = set()
 
 
 def choose_engine(
@@ -40,7 +36,10 @@ def choose_engine(
             return engine, ()
         if getattr(transport, "strict", False):
             raise BackendUnavailableError(f"engine {requested!r} cannot serve {facts.op}: {reason}")
-        _warn_once(facts.op, requested, reason)
+        notices.warn_once(
+            f"engine {requested!r} cannot serve {facts.op}: {reason}; the automatic choice runs",
+            BackendFallbackWarning,
+        )
         passed.append((requested, reason))
     for name in _automatic(facts, transport):
         if name == requested:
@@ -74,14 +73,3 @@ def _automatic(facts: OpFacts, transport: BoundaryTransport) -> list[str]:
         order.append("triton")
     order.append("torch")
     return list(dict.fromkeys(name for name in order if name))
-
-
-def _warn_once(op: str, name: str, reason: str) -> None:
-    key = (f"{op}:{name}", reason)
-    if key not in _warned:
-        _warned.add(key)
-        warnings.warn(
-            f"engine {name!r} cannot serve {op}: {reason}; the automatic choice runs",
-            BackendFallbackWarning,
-            stacklevel=5,
-        )

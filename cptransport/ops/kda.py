@@ -40,6 +40,7 @@ _UPSTREAM = {
     "return_intermediate_states": "intermediate states stay on their rank",
     "use_graph": "capture the call in a torch.cuda.CUDAGraph",
     "max_num_seqs": "the plan in cp_context fixes the number of sequences",
+    "transpose_state_layout": "the argument is state_v_first",
 }
 
 
@@ -145,7 +146,6 @@ def chunk_kda(
             lambda: _prepare(
                 inputs,
                 cp_context,
-                upstream,
                 scale=scale,
                 engine=engine,
                 state_v_first=state_v_first,
@@ -155,6 +155,7 @@ def chunk_kda(
                 lower_bound=lower_bound,
                 use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
                 allow_neg_eigval=allow_neg_eigval,
+                **upstream,
             ),
         )
     o, final_state = apply(call, initial_state, *inputs.tensors().values())
@@ -186,7 +187,7 @@ def kda_forward(
     transport = check_context(cp_context).transport
     inputs = _Arguments(q, k, v, g, beta, A_log, dt_bias, initial_state)
     with torch.no_grad(), op_step(transport):
-        call = agree(transport, "kda_forward", lambda: _prepare(inputs, cp_context, {}, **options))
+        call = agree(transport, "kda_forward", lambda: _prepare(inputs, cp_context, **options))
         result = run_forward(call, tuple(inputs.tensors().values()), initial_state)
     final_state = result.final_states if output_final_state else None
     return KDAForward(result.output, final_state, SavedCall(call, result.saved))
@@ -245,7 +246,7 @@ class _Arguments:
 def _prepare(
     given: _Arguments,
     context: CPContext,
-    upstream: dict[str, Any],
+    /,
     *,
     scale: float | None = None,
     engine: str | None = None,
@@ -256,6 +257,7 @@ def _prepare(
     lower_bound: float | None = None,
     use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False,
+    **upstream: Any,
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
     refuse_upstream("chunk_kda", upstream, _UPSTREAM)

@@ -132,11 +132,11 @@ def mamba_chunk_scan_combined(
             lambda: prepare_scan(
                 inputs,
                 cp_context,
-                upstream,
                 chunk_size,
                 dt_softplus=dt_softplus,
                 dt_limit=dt_limit,
                 engine=engine,
+                **upstream,
             ),
         )
     y, final_states = apply(call, initial_states, *inputs.tensors().values())
@@ -173,7 +173,7 @@ def ssd_forward(
         call = agree(
             transport,
             "ssd_forward",
-            lambda: prepare_scan(inputs, cp_context, {}, chunk_size, **options),
+            lambda: prepare_scan(inputs, cp_context, chunk_size, **options),
         )
         result = run_forward(call, tuple(inputs.tensors().values()), initial_states)
     final_states = result.final_states if return_final_states else None
@@ -254,12 +254,13 @@ def check_chunk_size(chunk_size: object) -> int:
 def prepare_scan(
     given: ScanInputs,
     context: CPContext,
-    upstream: dict[str, Any],
     chunk_size: int,
+    /,
     *,
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     engine: str | None = None,
+    **upstream: Any,
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
     refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)

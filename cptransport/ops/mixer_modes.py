@@ -205,7 +205,6 @@ def _dry_run(mixer: Mixer, context: CPContext) -> str:
     _, text = prepare_scan(
         scan,
         context,
-        {},
         mixer.chunk_size,
         dt_softplus=True,
         dt_limit=mixer.dt_limit,

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cptransport import env
+from cptransport import env, registry
 from cptransport.backend import BackendSpec
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, fresh
@@ -393,11 +393,13 @@ def run(
     Raises:
         Exception: the first error of a rank that was not merely told of a peer's failure; its peers
             got ``PeerFailedError`` with its text. The traceback names the rank.
+        EnvVarError: a ``CULA_CP_*`` variable is not valid; under strict also an unknown name.
     """
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
         raise PlanError(f"world_size must be a positive integer, got {world_size!r}")
     seconds = env.timeout_s(timeout_s)
     env_strict = env.flag(env.STRICT)
+    registry.check_environment(strict=env_strict)
     if device == "cuda" and torch.cuda.device_count() < world_size:
         raise TransportError(
             f"threads on CUDA needs a device per rank: {world_size} ranks, {torch.cuda.device_count()} devices"

@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from cptransport import CPContext, OpInputError, build_plan, threads
-from cptransport.ops import causal_conv1d, chunk_kda
+from cptransport import (
+    BackendFallbackWarning,
+    CPContext,
+    EnvVarError,
+    OpInputError,
+    UnsupportedOptionError,
+    build_plan,
+    notices,
+    threads,
+)
+from cptransport.ops import causal_conv1d, chunk_kda, kda_forward, ssd_forward
 
 PLAN = build_plan([0, 7, 20], world_size=2)
 T, H, HV, K, V, D, W = 20, 2, 4, 8, 6, 5, 3
@@ -95,3 +104,43 @@ def test_dt_bias_of_the_right_size_and_the_wrong_shape() -> None:
         return "refused"
 
     assert on_ranks(body) == ["refused"] * 2
+
+
+def test_explicit_forwards_refuse_upstream_arguments_by_name() -> None:
+    def body(context: CPContext) -> str:
+        q, k, v, g, beta = kda_inputs(context)
+        with pytest.raises(UnsupportedOptionError, match="cu_seqlens"):
+            kda_forward(q, k, v, g, beta, cp_context=context, cu_seqlens=torch.tensor([0, 7, 20]))
+        with pytest.raises(UnsupportedOptionError, match="seq_idx"):
+            ssd_forward(v, beta, g[0, 0, :, 0], q, k, 16, cp_context=context, seq_idx=beta)
+        with pytest.raises(TypeError, match="chunk_kda.*nonsense"):
+            kda_forward(q, k, v, g, beta, cp_context=context, nonsense=1)
+        return "refused"
+
+    assert on_ranks(body) == ["refused"] * 2
+
+
+def test_an_engine_that_cannot_serve_warns_once_at_the_users_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notices, "_given", set())
+
+    def body(context: CPContext) -> None:
+        for _ in range(2):
+            chunk_kda(*kda_inputs(context), cp_context=context, engine="cudnn")
+
+    with pytest.warns(BackendFallbackWarning, match="cudnn") as caught:
+        on_ranks(body)
+    assert [warning.filename for warning in caught] == [__file__]
+
+
+def test_threads_look_for_unknown_variables_like_create_transport(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CULA_CP_COMPOSTION", "gather")
+    with pytest.warns(UserWarning, match="did you mean 'CULA_CP_COMPOSITION'") as caught:
+        threads.run(lambda transport: transport.rank, 1)
+    assert caught[0].filename == __file__
+    monkeypatch.setenv("CULA_CP_STRICT", "1")
+    with pytest.raises(EnvVarError, match="CULA_CP_COMPOSTION"):
+        threads.run(lambda transport: transport.rank, 1)
