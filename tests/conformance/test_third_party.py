@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -86,3 +87,14 @@ def test_it_passes_the_suite(run: Run, tmp_path: Path) -> None:
     # CUDA, threads and too few ranks; no capability that it claims was left untested.
     assert not [reason for reason in document["skipped"] if "threads" in reason]
     assert set(Path("/dev/shm").glob("cpt-*")) <= before
+
+
+def test_the_walkthrough_shows_the_code_of_the_example() -> None:
+    page = (EXAMPLE.parents[1] / "docs" / "write-a-backend.md").read_text(encoding="utf-8")
+    files = [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"]
+    known = {line.strip() for path in files for line in path.read_text("utf-8").splitlines()}
+    blocks = re.findall(r"^```(?:python no-run|toml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+    assert len(shown) > 100
+    own = ("# pytest", "[test_", "reason =", "issue =")  # the file of known failures is the reader's
+    assert [line for line in shown if line not in known and not line.startswith(own)] == []

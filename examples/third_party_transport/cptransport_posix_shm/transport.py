@@ -154,8 +154,11 @@ class SharedMemoryTransport(TransportBase):
             what = f"generation {number - 2} was not released"
             self._wait(_until(lambda: not holders()), what, current=current, missing=holders)
         size = sum(_aligned(part.nbytes) for part in slot.parts)
-        if size > self._sizes.get((slot.name, number % 2), 0):
+        small = self._sizes.get((slot.name, number % 2), 0)
+        if size > small:
             self._sizes[slot.name, number % 2] = size
+            with suppress(FileNotFoundError):  # nobody needs the smaller one any more
+                os.unlink(self._path(slot, self.rank, number, small))
 
     def _part(self, slot: Slot, number: int, part: PartSpec, rank: int) -> Tensor:
         """A rank's staged part of a generation, in shared memory."""
@@ -165,7 +168,7 @@ class SharedMemoryTransport(TransportBase):
         name = f"{self._slots[slot.name]}.{rank}.{number % 2}"
         memory = self._maps.get(name)
         if memory is None or memory.numel() < size:
-            path = f"/dev/shm/{self._token}.{name}.{size}"
+            path = self._path(slot, rank, number, size)
             try:
                 file = os.open(path, os.O_RDWR | (os.O_CREAT if rank == self.rank else 0), 0o600)
             except FileNotFoundError as error:
@@ -182,6 +185,9 @@ class SharedMemoryTransport(TransportBase):
         before = slot.parts[: slot.parts.index(part)]
         start = sum(_aligned(other.nbytes) for other in before)
         return memory[start : start + part.nbytes].view(part.dtype).view(part.shape)
+
+    def _path(self, slot: Slot, rank: int, number: int, size: int) -> str:
+        return f"/dev/shm/{self._token}.{self._slots[slot.name]}.{rank}.{number % 2}.{size}"
 
     def _flags(self, slot: Slot, rank: int) -> Tensor:
         return self._numbers(f"{self._slots[slot.name]}.{rank}", 5 + 2 * self.world_size)
@@ -235,6 +241,8 @@ def create(group: Any, timeout_s: float) -> SharedMemoryTransport:
     hosts, tokens = zip(
         *(text.split() for text in control.exchange(mine, "posix_shm")), strict=True
     )
+    if world_size > 62:
+        raise BackendUnavailableError("posix_shm serves up to 62 ranks: a mask must fit into int64")
     if len(set(hosts)) > 1:
         raise BackendUnavailableError(
             f"posix_shm serves one host; the ranks are on {sorted(set(hosts))}"
