@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -117,11 +117,16 @@ class PartSpec:
 
         Without routes this is None for every pair.
         """
-        if self.routes is None or (source, destination) in self.routes:
-            return None
-        return tuple(
-            sorted(r[2] for r in self.routes if len(r) == 3 and r[:2] == (source, destination))
-        )
+        return None if self.routes is None else self._moves.get((source, destination), ())
+
+    @cached_property
+    def _moves(self) -> Mapping[tuple[int, int], tuple[int, ...] | None]:
+        # Verbs ask for every pair of ranks at every use, and routes may be as many as those.
+        rows: dict[tuple[int, int], list[int]] = {}
+        for route in self.routes or ():
+            rows.setdefault(route[:2], []).extend(route[2:])
+        whole = {route for route in self.routes or () if len(route) == 2}
+        return {pair: None if pair in whole else tuple(sorted(r)) for pair, r in rows.items()}
 
     def moved_bytes(self, source: int, destination: int) -> int:
         """Payload bytes that the routes move between two different ranks."""
