@@ -14,12 +14,12 @@ Picture, one rank, current stream above, communication stream below::
   ``publish``.
 * What nobody looked at is received at the next ``stage``.
 * Without routes a receiver knows a message only when it asks for it, in any order of slots and
-  sources, while NCCL matches messages of a pair in the order they are sent. So such a slot has two
-  lanes (communicator and stream) of its own, one for messages to higher ranks, one to lower, and a
-  group per source. On each, the highest (lowest) rank sends nothing, so its receives are never
-  behind a send of its own, and by induction no send waits for ever. NCCL takes a small message off
-  the sender whether it is received or not: that it was, the receiver's host says through the
-  group's store, and the sender's ``stage`` two generations later looks there.
+  sources, while NCCL matches messages of a pair in the order they are sent. So such a slot has a
+  lane (communicator and stream) of its own per source, on which that rank sends and all others
+  receive: nobody's receive is ever behind a send of its own, and what a send waits for are takes of
+  its own and earlier generations of the slot. NCCL takes a small message off the sender whether it
+  is received or not: that it was, the receiver's host says through the group's store, and the
+  sender's ``stage`` two generations later looks there.
 
 Lanes are made when a slot first needs them, in its ``stage``, and connect to all peers at once, so
 that no other verb waits for a connection.
@@ -55,7 +55,7 @@ from cptransport.errors import (
 )
 from cptransport.transport import Capabilities, PartSpec
 from cptransport_nccl.library import Communicator, NcclError, unique_id
-from cptransport_nccl.takes import Takes
+from cptransport_nccl.notes import Notes
 from cptransport_nccl.watchdog import Watchdog, Work
 
 __all__ = ["CAPABILITIES", "NcclTransport", "create"]
@@ -105,19 +105,20 @@ class NcclTransport(TransportBase):
         device: torch.device,
         timeout_s: float,
         identity: Callable[[str], bytes],
-        takes: Takes,
+        notes: Notes,
     ) -> None:
         super().__init__(
             "nccl", device=device, control=control, timeout_s=timeout_s, capabilities=CAPABILITIES
         )
         self._identity = identity
-        self._takes = takes
+        self._notes = notes
         self._memory: dict[tuple[str, ...], Tensor] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         self._error: BaseException | None = None
         self._lanes: dict[str, _Lane] = {}
+        self._barriers = 0
         self._token = torch.zeros(2, dtype=torch.uint8, device=device)
-        self._watchdog = Watchdog(timeout_s, self._failure, self._expire)
+        self._watchdog = Watchdog(timeout_s, self._failure, self._late, self._expire)
         try:
             self._lane(_ROUTES)
         except BaseException:
@@ -137,8 +138,8 @@ class NcclTransport(TransportBase):
             self._await_takes(current)
         self._traffic[name, number] = _Traffic(captured)
         if any(part.routes is None for part in current.slot.parts):
-            for direction in ("up", "down"):
-                self._lane(f"{name}/{direction}")
+            for source in range(self.world_size):
+                self._lane(f"{name}/{source}", source)
         return {
             part.name: self._buffer("staged", name, part, number, ()) for part in current.slot.parts
         }
@@ -148,7 +149,7 @@ class NcclTransport(TransportBase):
         name, number = current.slot.name, current.number - 2
 
         def missing() -> list[int]:
-            return self._takes.missing(name, number)
+            return self._notes.untaken(name, number)
 
         def arrived(seconds: float) -> bool:
             deadline = time.monotonic() + seconds
@@ -178,11 +179,10 @@ class NcclTransport(TransportBase):
             traffic.arrived = event
         free = [part for part in current.slot.parts if part.routes is None]
         others = [rank for rank in to if rank != self.rank]
-        for direction, peers in self._directions(others, sends=True):
-            sends: list[_Move] = [(part, self.rank, peer, 0, -1) for part in free for peer in peers]
-            self._issue(f"{current.slot.name}/{direction}", current, sends, [])
+        sends: list[_Move] = [(part, self.rank, peer, 0, -1) for part in free for peer in others]
+        self._issue(f"{current.slot.name}/{self.rank}", current, sends, [])
         if free and not traffic.captured:
-            self._takes.expect(current.slot.name, current.number, others)
+            self._notes.expect(current.slot.name, current.number, others)
 
     def _receive(
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
@@ -196,28 +196,21 @@ class NcclTransport(TransportBase):
         free = [part for part in current.slot.parts if part.routes is None]
         for source in dict.fromkeys(source for part, source in wanted if part.routes is None):
             if source not in traffic.asked:
-                ((direction, _),) = self._directions([source], sends=False)
                 moves: list[_Move] = [(part, source, self.rank, 0, -1) for part in free]
-                lane = f"{current.slot.name}/{direction}"
+                lane = f"{current.slot.name}/{source}"
                 traffic.asked[source] = self._issue(lane, current, moves, [])
                 if not traffic.captured:
-                    self._takes.took(current.slot.name, current.number, source)
+                    self._notes.took(current.slot.name, current.number, source)
             event = traffic.asked[source]
             if event is not None:
                 stream.wait_event(event)
         return {(part.name, source): self._target(current, part, source) for part, source in wanted}
 
-    def _directions(self, peers: Sequence[int], *, sends: bool) -> list[tuple[str, list[int]]]:
-        """Split peers by the lane that messages to them (or from them) travel on."""
-        above = [peer for peer in peers if peer > self.rank]
-        below = [peer for peer in peers if peer < self.rank]
-        split = [("up", above), ("down", below)] if sends else [("up", below), ("down", above)]
-        return [(direction, found) for direction, found in split if found]
-
     def _barrier(self) -> None:
         def post(comm: Communicator, stream: int) -> None:
             comm.all_reduce(self._token.data_ptr(), 1, stream)
 
+        self._barriers += 1
         event = self._run(_ROUTES, None, tuple(self._others()), post)
         torch.cuda.current_stream(self.device).wait_event(event)
 
@@ -241,6 +234,7 @@ class NcclTransport(TransportBase):
         finally:
             self._watchdog.stop()
             self._interrupt()
+            self._lanes.clear()
             self._traffic.clear()
             self._memory.clear()
 
@@ -340,12 +334,17 @@ class NcclTransport(TransportBase):
             stream.wait_event(event)  # a capture must not leave work that nothing waits for
         else:
             slot = current.slot.name if current else None
-            number = current.number if current else None
+            number = current.number if current else self._barriers
             self._watchdog.watch(communication.cuda_stream, slot, number, peers)
         return event
 
-    def _lane(self, name: str) -> None:
-        """Make a lane at its first use and connect it to every peer; collective then."""
+    def _lane(self, name: str, sender: int | None = None) -> None:
+        """Make a lane at its first use and connect it; collective then.
+
+        Args:
+            name: of the lane.
+            sender: the only rank that sends on it; None: all do.
+        """
         if name in self._lanes or self.world_size == 1:
             return
         identity = self._identity(name)
@@ -359,25 +358,24 @@ class NcclTransport(TransportBase):
         with self._mapped("connect"), torch.cuda.device(self.device):
             comm = Communicator(identity, self.rank, self.world_size, wait)
         lane = self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
-        direction = name.rpartition("/")[2]
 
         def post(comm: Communicator, stream: int) -> None:
             for peer in self._others():
-                if direction in (_ROUTES, "up" if peer > self.rank else "down"):
+                if sender in (None, self.rank):
                     comm.send(self._token.data_ptr(), 1, peer, stream)
-                if direction in (_ROUTES, "up" if peer < self.rank else "down"):
+                if sender in (None, peer):
                     comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
 
         self._run(name, None, tuple(self._others()), post)
         if name == _ROUTES:
             table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
-            table.record_stream(lane.stream)
 
             def post_all(comm: Communicator, stream: int) -> None:
                 comm.all_gather(self._token.data_ptr(), table.data_ptr(), 1, stream)
                 comm.all_reduce(self._token.data_ptr(), 1, stream)
 
             self._run(name, None, tuple(self._others()), post_all)
+            still_used(table, lane.stream)
         self._wait(
             lambda seconds: self._drained(lane.stream, seconds),
             "connecting to the peers",
@@ -417,17 +415,21 @@ class NcclTransport(TransportBase):
                 return PeerFailedError(f"NCCL reports: {problem}")
         return None
 
+    def _late(self, work: Work) -> None:
+        """Tell peers that this rank is there; runs on the watchdog's thread."""
+        self._notes.waits(work.name)
+
     def _expire(self, work: Work, error: BaseException | None) -> None:
         """Remember why, then abort; runs on the watchdog's thread."""
         if error is None:
             place = f"slot {work.slot!r}, generation {work.generation}" if work.slot else "barrier"
-            peers = list(work.peers)
+            peers = self._notes.absent(work.name, work.peers)
             error = TransportTimeoutError(
                 f"rank {self.rank}: {place}: waited {self.timeout_s:g} s inside NCCL for "
                 + (f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"),
                 peer=peers[0] if len(peers) == 1 else None,
                 slot=work.slot,
-                generation=work.generation,
+                generation=work.generation if work.slot else None,
                 waited_s=self.timeout_s,
                 missing=peers,
             )
@@ -455,10 +457,15 @@ class NcclTransport(TransportBase):
         if memory is None or memory.numel() < part.nbytes:
             if memory is not None:
                 for lane in self._lanes.values():
-                    memory.record_stream(lane.stream)
+                    still_used(memory, lane.stream)
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
             self._memory[key] = memory
         return memory[: part.nbytes].view(part.dtype).view(part.shape)
+
+
+def still_used(memory: Tensor, stream: torch.cuda.Stream) -> None:
+    """Keep memory that may be freed soon until a stream has done its work so far."""
+    memory.record_stream(stream)
 
 
 def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
@@ -500,8 +507,8 @@ def create(group: Any, device: Any, timeout_s: float, **options: Any) -> NcclTra
         return bytes.fromhex(control.exchange(mine, f"nccl: id of communicator {name!r}")[0])
 
     try:
-        takes = Takes(group_store(group, "nccl takes"), control.rank)
-        return NcclTransport(control, device, timeout_s, identity, takes)
+        notes = Notes(group_store(group, "nccl notes"), control.rank)
+        return NcclTransport(control, device, timeout_s, identity, notes)
     except (NcclError, PeerFailedError) as error:
         raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
 

@@ -30,16 +30,21 @@ class Work:
 
     Attributes:
         number: 1, 2, ..., in stream order.
-        slot, generation: what it belongs to; None for a barrier.
+        slot, generation: what it belongs to; no slot for a barrier, whose generation counts them.
         peers: ranks that it waits for.
         started: host time when it was issued.
     """
 
     number: int
     slot: str | None
-    generation: int | None
+    generation: int
     peers: tuple[int, ...]
     started: float
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks that take part."""
+        return f"{self.slot or ''}/{self.generation}"
 
 
 @lru_cache(maxsize=1)
@@ -74,6 +79,7 @@ class Watchdog:
     Args:
         timeout_s: limit of each piece of work.
         failed: asked while work is pending: an error of peers or of a communicator, or None.
+        late: called on the thread with work that has used half of its time.
         expired: called on the thread with the oldest work and the error (None: the deadline
             passed). Afterwards the thread ends.
     """
@@ -82,10 +88,12 @@ class Watchdog:
         self,
         timeout_s: float,
         failed: Callable[[], BaseException | None],
+        late: Callable[[Work], None],
         expired: Callable[[Work, BaseException | None], None],
     ) -> None:
         self._timeout_s = timeout_s
         self._failed = failed
+        self._late = late
         self._expired = expired
         self._lanes: dict[int, _Lane] = {}
         self._wake = threading.Event()
@@ -93,9 +101,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._main, name="cpt-nccl-watchdog", daemon=True)
         self._thread.start()
 
-    def watch(
-        self, stream: int, slot: str | None, generation: int | None, peers: tuple[int, ...]
-    ) -> None:
+    def watch(self, stream: int, slot: str | None, generation: int, peers: tuple[int, ...]) -> None:
         """Watch what was issued on the stream so far."""
         lane = self._lanes.get(stream) or self._lanes.setdefault(stream, _Lane())
         lane.issued += 1
@@ -113,17 +119,21 @@ class Watchdog:
             self._thread.join()
 
     def _main(self) -> None:
+        told: Work | None = None
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
             while not self._stopped and (oldest := self._oldest()) is not None:
                 waited = time.monotonic() - oldest.started
-                error = self._failed() if waited > 2 * _POLL_S else None
+                error = self._failed() if waited > min(2 * _POLL_S, self._timeout_s / 4) else None
                 if error is not None or waited > self._timeout_s:
                     self._stopped = True
                     self._expired(oldest, error)
                     return
-                time.sleep(_POLL_S)
+                if waited > self._timeout_s / 2 and told is not oldest:
+                    told = oldest
+                    self._late(oldest)
+                time.sleep(min(_POLL_S, self._timeout_s / 8))
 
     def _oldest(self) -> Work | None:
         """Return what has been pending longest on any stream."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who has asked for what was sent without routes; NCCL itself does not tell a sender."""
+"""What hosts tell each other beside NCCL: who has asked for what, and who waits for what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Takes"]
+__all__ = ["Notes"]
 
 
-class Takes:
-    """Who has asked for what was sent without routes, told from host to host.
+class Notes:
+    """Short notes from host to host, through the group's store.
 
     Args:
         store: a ``torch.distributed`` store that exactly the transport's ranks share.
@@ -28,12 +28,12 @@ class Takes:
 
     def took(self, slot: str, generation: int, source: int) -> None:
         """Say that this rank has asked for a source's parts."""
-        self._store.set(f"{slot}/{source}/{self._rank}", str(generation))
+        self._store.set(f"took/{slot}/{source}/{self._rank}", str(generation))
 
-    def missing(self, slot: str, generation: int) -> list[int]:
+    def untaken(self, slot: str, generation: int) -> list[int]:
         """Return the destinations of a generation that have not asked for it yet."""
         waiting = self._expected.get((slot, generation), [])
-        keys = {rank: f"{slot}/{self._rank}/{rank}" for rank in waiting}
+        keys = {rank: f"took/{slot}/{self._rank}/{rank}" for rank in waiting}
         left = [
             rank
             for rank, key in keys.items()
@@ -43,3 +43,12 @@ class Takes:
         if not left:
             self._expected.pop((slot, generation), None)
         return left
+
+    def waits(self, work: str) -> None:
+        """Say that this rank has come to a piece of work and waits for others there."""
+        self._store.set(f"waits/{work}/{self._rank}", "")
+
+    def absent(self, work: str, peers: Sequence[int]) -> list[int]:
+        """Return the peers that have not said that of the same work; all of them when all have."""
+        left = [rank for rank in peers if not self._store.check([f"waits/{work}/{rank}"])]
+        return left or list(peers)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NCCL and CUDA streams as threads, so that the transport's order of calls is tested without a GPU.
+
+Stricter than NCCL where it matters: a send ends only when it is received; the first use of a pair of
+ranks blocks the host until both ends have come; messages of a pair match in order, whatever their
+size. The caller's own stream is the calling thread, so verbs block as on a CPU.
+
+``BACKEND`` is the ``nccl`` transport on that, for ranks that are threads (``RankPool`` with
+``processes=False``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import queue
+import threading
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import cptransport_nccl.transport
+import cptransport_nccl.watchdog
+from cptransport.backend import BackendSpec, ControlPlane
+from cptransport.transport import Capabilities
+from cptransport.transports.threads import current_world, selection_store
+from cptransport_nccl.library import NcclError
+from cptransport_nccl.notes import Notes
+
+_WAIT_S = 60.0
+
+
+class Event:
+    def __init__(self) -> None:
+        self._done = threading.Event()
+
+    def record(self, stream: Any) -> None:
+        stream.submit(self._done.set)
+
+    def wait(self) -> None:
+        assert self._done.wait(_WAIT_S)
+
+
+class Host:
+    """The caller's stream: its work is done when the call returns."""
+
+    cuda_stream = 0
+
+    def submit(self, work: Callable[[], None]) -> None:
+        work()
+
+    def wait_event(self, event: Event) -> None:
+        event.wait()
+
+
+class Stream:
+    """A thread that does its work in order."""
+
+    def __init__(self, device: Any = None) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.cuda_stream = id(self)
+        _queues[self.cuda_stream] = self._queue
+        threading.Thread(target=_serve, args=(self._queue,), daemon=True).start()
+
+    def __del__(self) -> None:
+        self._queue.put(None)
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._queue.put(work)
+
+    def wait_event(self, event: Event) -> None:
+        self.submit(event.wait)
+
+    def wait_stream(self, stream: Any) -> None:
+        assert isinstance(stream, Host)
+
+    def query(self) -> bool:
+        return self._mark().wait(0.001)
+
+    def synchronize(self) -> None:
+        assert self._mark().wait(_WAIT_S)
+
+    def _mark(self) -> threading.Event:
+        done = threading.Event()
+        self.submit(done.set)
+        return done
+
+
+_queues: dict[int, queue.SimpleQueue[Any]] = {}
+
+
+def _serve(work: queue.SimpleQueue[Any]) -> None:
+    while (item := work.get()) is not None:
+        item()
+
+
+class _World:
+    """What the ranks of one communicator share."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.mail: dict[tuple[int, int, int], list[Any]] = {}  # (source, destination, number)
+        self.ends: set[tuple[str, int, int]] = set()
+
+
+_worlds: defaultdict[bytes, _World] = defaultdict(_World)
+_worlds_lock = threading.Lock()
+
+
+class Communicator:
+    """See ``cptransport_nccl.library.Communicator``."""
+
+    def __init__(self, identity: bytes, rank: int, world_size: int, wait: Any) -> None:
+        with _worlds_lock:
+            self._world = _worlds[identity]
+        self._rank, self._size, self._wait = rank, world_size, wait
+        self._numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
+        self._calls: list[tuple[str, int, int, int]] = []
+        self._stream = 0
+        self._problem: str | None = None
+        self.alive = True
+
+    @contextlib.contextmanager
+    def group(self, what: str) -> Iterator[None]:
+        if not self.alive:
+            raise NcclError(f"{what}: the communicator was aborted")
+        self._calls = []
+        yield
+        numbered = [(*call, self._number(call)) for call in self._calls]
+        self._connect(what)
+        _queues[self._stream].put(lambda: self._run(numbered))
+
+    def _number(self, call: tuple[str, int, int, int]) -> int:
+        pair = self._pair(call)
+        self._numbers[pair] += 1
+        return self._numbers[pair]
+
+    def _pair(self, call: tuple[str, int, int, int]) -> tuple[int, int]:
+        kind, _, _, peer = call
+        return (self._rank, peer) if kind == "send" else (peer, self._rank)
+
+    def _connect(self, what: str) -> None:
+        world = self._world
+        wanted = set()
+        with world.changed:
+            for call in self._calls:
+                pair = self._pair(call)
+                world.ends.add((call[0], *pair))
+                wanted |= {("send", *pair), ("receive", *pair)}
+            world.changed.notify_all()
+
+        def arrived(seconds: float) -> bool:
+            with world.changed:
+                return world.changed.wait_for(lambda: wanted <= world.ends, seconds)
+
+        if not arrived(0):
+            self._wait(arrived, what)
+
+    def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._stream = stream
+        self._calls.append(("send", address, nbytes, peer))
+
+    def receive(self, address: int, nbytes: int, peer: int, stream: int) -> None:
+        self._stream = stream
+        self._calls.append(("receive", address, nbytes, peer))
+
+    def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        for peer in range(self._size):
+            if peer != self._rank:
+                self.send(source, nbytes, peer, stream)
+                self.receive(target + peer * nbytes, nbytes, peer, stream)
+
+    def all_reduce(self, address: int, nbytes: int, stream: int) -> None:
+        for peer in range(self._size):
+            if peer != self._rank:  # only ever a barrier
+                self.send(address, 0, peer, stream)
+                self.receive(address, 0, peer, stream)
+
+    def _run(self, calls: list[tuple[str, int, int, int, int]]) -> None:
+        world = self._world
+        sent = []
+        with world.changed:
+            for kind, address, nbytes, peer, number in calls:
+                if kind == "send" and self.alive:
+                    key = (self._rank, peer, number)
+                    sent.append(key)
+                    world.mail[key] = [address, nbytes]
+            world.changed.notify_all()
+            for kind, address, nbytes, peer, number in calls:
+                if kind == "receive":
+                    key = (peer, self._rank, number)
+                    world.changed.wait_for(lambda key=key: key in world.mail or not self.alive)
+                    if not self.alive:
+                        return
+                    source, size = world.mail.pop(key)
+                    world.changed.notify_all()
+                    if size != nbytes:
+                        self._problem = f"{size} bytes came from rank {peer} for {nbytes}"
+                    ctypes.memmove(address, source, min(size, nbytes))
+            world.changed.wait_for(
+                lambda: not self.alive or not any(key in world.mail for key in sent)
+            )
+
+    def failure(self) -> str | None:
+        return self._problem
+
+    def abort(self) -> None:
+        with self._world.changed:
+            self.alive = False
+            for key in [key for key in self._world.mail if key[0] == self._rank]:
+                del self._world.mail[key]  # its memory goes
+            self._world.changed.notify_all()
+
+    def destroy(self) -> None:
+        self.alive = False
+
+
+class _Cuda:
+    Stream, Event = Stream, Event
+    _host = Host()
+
+    def current_stream(self, device: Any = None) -> Host:
+        return self._host
+
+    def device(self, device: Any) -> Any:
+        return contextlib.nullcontext()
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+
+class _Torch:
+    cuda = _Cuda()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _PinnedTorch(_Torch):
+    def zeros(self, *args: Any, **kwargs: Any) -> Any:
+        made = torch.zeros(*args, **kwargs)
+        _kept.append(made)  # a late write must not hit what took its place
+        return type("Pinned", (), {"pin_memory": lambda _: made})()
+
+
+class _Driver:
+    @staticmethod
+    def cuStreamWriteValue64_v2(stream: int, address: int, value: int, flags: int) -> int:
+        cell = ctypes.c_int64.from_address(address)
+        _queues[stream].put(lambda: setattr(cell, "value", value))
+        return 0
+
+
+_kept: list[Any] = []
+
+
+def still_used(memory: Any, stream: Stream) -> None:
+    stream.submit(lambda kept=memory: None)
+
+
+def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> Any:
+    module: Any = cptransport_nccl.transport
+    watchdog: Any = cptransport_nccl.watchdog
+    module.torch, watchdog.torch = _Torch(), _PinnedTorch()
+    module.Communicator, module.still_used, watchdog._driver = Communicator, still_used, _Driver
+    world = current_world()
+    assert world is not None
+    store, rank = selection_store()
+    size = world.world_size
+    control = ControlPlane(dist.PrefixStore("control", store), rank, size, timeout_s)
+
+    def identity(name: str) -> bytes:
+        mine = uuid.uuid4().hex if rank == 0 else ""
+        return control.exchange(mine, f"id of {name!r}")[0].encode()
+
+    notes = Notes(dist.PrefixStore("notes", store), rank)
+    made = module.NcclTransport(control, torch.device("cpu"), timeout_s, identity, notes)
+    made.capabilities = BACKEND.capabilities
+    return made
+
+
+BACKEND = BackendSpec(
+    name="nccl",
+    api_version=1,
+    summary="the nccl transport on threads",
+    capabilities=Capabilities(device_types=("cpu",), cuda_graph=True),
+    probe=lambda group, device: None,
+    create=_create,
+)
