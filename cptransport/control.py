@@ -46,6 +46,11 @@ class _Record:
     text: str
     fatal: bool
 
+    @property
+    def follows(self) -> bool:
+        """Whether the rank was itself told of a failure; the one that failed first says more."""
+        return self.text.startswith(PeerFailedError.__name__)
+
 
 @contextmanager
 def creating(attempt: str) -> Iterator[None]:
@@ -150,7 +155,7 @@ class ControlPlane:
         if self.world_size == 1:
             return
         self._refresh()
-        for record in sorted(self._records.values(), key=lambda r: (r.step, r.rank)):
+        for record in sorted(self._records.values(), key=lambda r: (r.step, r.follows, r.rank)):
             if record.step > self.step:
                 continue
             if record.fatal or record.step not in self._raised:

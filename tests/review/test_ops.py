@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from cptransport import (
     BackendFallbackWarning,
+    BoundaryTransport,
     CPContext,
     EnvVarError,
     OpInputError,
+    PeerFailedError,
     UnsupportedOptionError,
     build_plan,
     notices,
@@ -144,3 +147,23 @@ def test_threads_look_for_unknown_variables_like_create_transport(
     monkeypatch.setenv("CULA_CP_STRICT", "1")
     with pytest.raises(EnvVarError, match="CULA_CP_COMPOSTION"):
         threads.run(lambda transport: transport.rank, 1)
+
+
+def test_the_rank_that_failed_is_named_not_one_that_was_told() -> None:
+    plan = build_plan([0, 30], world_size=3, layout="zigzag")
+    told = threading.Event()
+
+    def body(transport: BoundaryTransport) -> int | None:
+        q, k, v, g, beta = (plan.shard(x, transport.rank) for x in whole)
+        context, wrong = CPContext(plan, transport), transport.rank == 2
+        if transport.rank == 1:
+            told.wait(10.0)  # by now rank 0 has left a record too
+        with pytest.raises(OpInputError if wrong else PeerFailedError) as caught:
+            chunk_kda(q, k, v, g, beta, cp_context=context, allow_neg_eigval=wrong)
+        if transport.rank == 0:
+            told.set()
+        return getattr(caught.value, "peer", None)
+
+    inputs = torch.rand(1, 30, 2, K), torch.rand(1, 30, 2, K), torch.rand(1, 30, 2, K)
+    whole = (*inputs, -torch.rand(1, 30, 2, K), torch.rand(1, 30, 2))
+    assert threads.run(body, 3, 10.0) == [2, 2, None]
