@@ -17,13 +17,14 @@ __all__ = ["html", "markdown", "write_report"]
 _TITLE = Heading(1, "cptransport benchmarks")
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 72rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1a1a1a; max-width: 84rem; margin: 2rem auto;
        padding: 0 1rem; }
 h2 { margin-top: 3rem; border-bottom: 1px solid #ccc; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; font-size: 13px; }
-th, td { padding: .25rem .7rem; border-bottom: 1px solid #e2e2e2; text-align: left;
+th, td { padding: .25rem .5rem; border-bottom: 1px solid #e2e2e2; text-align: left;
          vertical-align: top; }
 th { background: #f4f4f4; }
+td:first-child, th { white-space: nowrap; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .wide { overflow-x: auto; }
 .banner { background: #b00020; color: #fff; font-weight: 600; padding: .6rem 1rem; }

@@ -16,7 +16,7 @@ from cptransport.bench.schema import SchemaError, problems
 from cptransport.cli import main
 
 SMALL = ["--heads", "2", "--key-dim", "4", "--value-dim", "3"]
-SMALL += ["--composition", "gather", "--composition", "handoff"]
+ALL = [f"--composition={name}" for name in ("gather", "handoff", "scan")]
 SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2"]
 SHORT += ["--device", "cpu", "--timeout-s", "60"]
 
@@ -39,10 +39,10 @@ def by_status(made: dict[str, Any], status: str) -> list[dict[str, Any]]:
 def test_boundary_on_threads_and_gloo(op: str) -> None:
     both = ["--backend", "threads", "--backend", "gloo", "--direction", "forward"]
     layout = ["--layout", "zigzag", "--direction", "backward"]
-    made = bench("boundary", *both, *layout, "--world-size", "3", "--op", op, *SMALL)
+    made = bench("boundary", *both, *layout, *ALL, "--world-size", "3", "--op", op, *SMALL)
     assert by_status(made, "error") == []
     good = by_status(made, "ok")
-    assert made["gate"]["passed"] == len(good) == 2 * (1 + 2 * (2 + 3))
+    assert made["gate"]["passed"] == len(good) == 2 * (1 + 2 * (2 + 3 + 2))
     assert {row["reason"] for row in by_status(made, "skipped")} == {
         "CUDA graphs need a CUDA device"
     }
@@ -106,7 +106,7 @@ def test_a_backend_that_cannot_serve_is_skipped_with_its_reason() -> None:
 
 def test_ranks_that_end_make_error_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boundary, "boundary_rank", "cptransport.bench.boundary_rank:no_such_case")
-    made = bench("boundary", "--backend", "gloo", "--world-size", "2", *SMALL)
+    made = bench("boundary", "--backend", "gloo", "--world-size", "3", *SMALL)
     assert {row["status"] for row in made["rows"]} == {"error"}
     assert all("no_such_case" in row["reason"] for row in made["rows"])
 

@@ -107,7 +107,7 @@ def assert_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
         assert torch.equal(actual[name], value), name
 
 
-@pytest.mark.parametrize("composition", ["gather", "handoff"])
+@pytest.mark.parametrize("composition", ["gather", "handoff", "scan"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag_per_sequence"])
 @pytest.mark.parametrize("op", OPS)
 def test_replay_gives_the_bits_of_the_run_on_all_ranks(
