@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -111,7 +111,8 @@ class ControlPlane:
         self.step = 0
         self.staged = False  # did this rank stage anything in the current step
         self._records: dict[tuple[int, int], _Record] = {}
-        self._read = 0
+        self._read = 0  # records counted so far
+        self._unread: list[int] = []  # of these, not seen yet
         self._raised: dict[int, bool] = {}  # own records: step -> fatal
         self._unsettled: int | None = None
         self._agreements = 0
@@ -198,16 +199,24 @@ class ControlPlane:
         try:
             with self._refreshing:  # a backend's watchdog thread looks too
                 count = self._store.add("records", 0)
-                while self._read < count:
-                    values = json.loads(self._store.get(f"record/{self._read + 1}"))
-                    record = _Record(*values)
-                    self._read += 1
-                    if record.rank != self.rank:
-                        self._records[record.step, record.rank] = record
+                self._unread += range(self._read + 1, count + 1)
+                self._read = count
+                # A rank may have died between counting a record and writing it: never wait for one.
+                for index in [i for i in self._unread if self._store.check([f"record/{i}"])]:
+                    self._unread.remove(index)
+                    self._remember(_Record(*json.loads(self._store.get(f"record/{index}"))))
         except Exception as error:
             raise PeerFailedError(
                 f"the group's store is gone with the rank that hosted it: {error}"
             ) from error
+
+    def _remember(self, record: _Record) -> None:
+        """Keep a peer's record; of several in one step the first says the cause."""
+        first = self._records.get((record.step, record.rank), record)
+        if record.rank != self.rank:
+            self._records[record.step, record.rank] = replace(
+                first, fatal=first.fatal or record.fatal
+            )
 
     def exchange(self, value: str, what: str) -> list[str]:
         """Give every rank every rank's text, in rank order.

@@ -58,7 +58,7 @@ def read_xfails(path: Path) -> dict[str, tuple[str, str]]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib  # pytest brings it
+        import tomli as tomllib  # type: ignore[import-not-found,unused-ignore]  # by pytest
 
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ give up the whole context and wakes that thread.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import weakref
@@ -352,6 +353,26 @@ def _probe(group: Any, device: Any) -> str | None:
     return None
 
 
+def _connect(store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
+    """Connect all pairs now, whatever TORCH_GLOO_LAZY_INIT says.
+
+    A lazy connection to a rank that is gone blocks for a multiple of the limit, inside the first
+    message.
+    """
+    gloo = dist.ProcessGroupGloo
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        devices = [gloo.create_device(interface=name, lazy_init=False) for name in interfaces]
+        devices = devices or [gloo.create_default_device(lazy_init=False)]
+    except TypeError:  # this torch knows no lazy connections
+        return gloo(store, rank, world_size, limit)
+    options = gloo._Options()  # type: ignore[attr-defined]
+    options._devices = devices
+    options._timeout = limit
+    options._threads = 2 * len(devices)
+    return gloo(store, rank, world_size, options)
+
+
 def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTransport:
     rank = dist.get_rank(group)
     require_group_member(rank)
@@ -359,7 +380,7 @@ def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTr
     control = ControlPlane(group_store(group, "control"), rank, world_size, timeout_s)
     store = group_store(group, "gloo")
     try:
-        process_group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=timeout_s))
+        process_group = _connect(store, rank, world_size, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise BackendUnavailableError(f"gloo could not connect the group: {error}") from error
     return GlooTransport(process_group, control, torch.device(device), timeout_s)
