@@ -142,8 +142,9 @@ class _Judge:
         """Compare the sum over ranks of what is replicated."""
         for name in (*self.case.parameters, self.initial):
             if name in self.right.grads:
-                total = torch.stack([run.grads[name].double() for run in runs]).sum(0)
-                self._close(None, f"d{name}", total, self.right.grads[name])
+                parts = [run.grads[name] for run in runs]
+                total = torch.stack([part.double() for part in parts]).sum(0)
+                self._close(None, f"d{name}", total, self.right.grads[name], parts[0].dtype)
 
     def bytes(self, runs: Sequence[RankRun], exact: bool) -> None:
         """Compare what the transports counted with what the plan says."""
@@ -158,7 +159,15 @@ class _Judge:
                     name = f"bytes {direction} {part}"
                     self.comparisons.append(Comparison(rank, name, "bytes", error, 0, want))
 
-    def _close(self, rank: int | None, name: str, actual: Tensor, expected: Tensor) -> None:
+    def _close(
+        self,
+        rank: int | None,
+        name: str,
+        actual: Tensor,
+        expected: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Compare by the coarser of the stream's dtype and the tensor's own."""
         if actual.shape != expected.shape:
             self.comparisons.append(Comparison(rank, name, "shape", torch.inf, 0, 0))
             return
@@ -166,10 +175,12 @@ class _Judge:
         if scale == 0:
             self._zero(rank, name, actual)
             return
-        if self.dtype.itemsize == 2:
+        dtypes = (self.dtype, dtype or actual.dtype)
+        if min(each.itemsize for each in dtypes) == 2:
             error, limit, measure = relative_rms(actual, expected), rms_tolerance(name), "rms"
         else:
-            error, limit, measure = relative_error(actual, expected), TOLERANCES[self.dtype], "max"
+            limit = max(TOLERANCES[each] for each in dtypes)
+            error, measure = relative_error(actual, expected), "max"
         self.comparisons.append(Comparison(rank, name, measure, error, limit, scale))
 
     def _zero(self, rank: int | None, name: str, actual: Tensor) -> None:

@@ -282,7 +282,7 @@ def test_explicit_backward_refuses_gradients_of_other_shapes() -> None:
         assert one.final_state is None
         assert two.final_states is None
 
-    threads.run(body, 1, 5.0)
+    threads.run(body, 1, 20.0)
 
 
 def test_world_size_one_communicates_nothing() -> None:
@@ -293,7 +293,7 @@ def test_world_size_one_communicates_nothing() -> None:
             run = run_rank(transport, case)
             return (transport.stats(), dict(transport._generations)), run
 
-        ((stats, generations), run), *_ = threads.run(body, 1, 5.0)
+        ((stats, generations), run), *_ = threads.run(body, 1, 20.0)
         assert (stats.messages, stats.bytes_sent, stats.bytes_received) == (0, 0, 0)
         assert not generations  # nothing was even staged
         check(case, [run])

@@ -58,7 +58,7 @@ def wrong(name: str, *, bytes_too: bool = False) -> list[Comparison]:
     """Run a case and return the comparisons that do not hold."""
     forget()
     case = OpCase.of(CASES[name])
-    found = [each for each in judge(case, run_threads(case, 5.0)) if not each.ok]
+    found = [each for each in judge(case, run_threads(case, 20.0)) if not each.ok]
     return [each for each in found if bytes_too or each.measure != "bytes"]
 
 

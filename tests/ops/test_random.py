@@ -86,12 +86,26 @@ def test_random_calls_in_16_bits(op: str, dtype: str) -> None:
         check(case, run_threads(case))
 
 
-@pytest.mark.parametrize("op", ["kda", "ssd"])
-def test_gates_and_parameters_of_other_dtypes(op: str) -> None:
-    for seed, gates in enumerate(("float32", "bfloat16", "float32")):
-        rng = random.Random(f"{op}/{seed}")
-        spec = random_spec(rng, op, dtype="bfloat16", loss=("output", "final"))
-        case = OpCase.of(spec.with_(gate_dtype=gates, parameter_dtype="bfloat16"))
+@pytest.mark.parametrize(
+    ("stream", "gates", "parameters"),
+    [
+        ("bfloat16", "float32", "bfloat16"),
+        ("bfloat16", "bfloat16", "float32"),
+        ("float16", "float32", "float64"),
+        ("float32", "bfloat16", "float16"),
+        ("float32", "float64", "float64"),
+        ("float64", "float32", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("op", OPS)
+def test_dtypes_that_differ(op: str, stream: str, gates: str, parameters: str) -> None:
+    """Gradients come in the dtype of their input; initial states may have any."""
+    for seed in range(2):
+        rng = random.Random(f"dtypes/{op}/{seed}")
+        spec = random_spec(rng, op, dtype=stream, loss=("output", "final"), optional=OPTIONAL[op])
+        if op == "kda":
+            spec = spec.with_(options={**spec.options, "use_gate_in_kernel": True})
+        case = OpCase.of(spec.with_(gate_dtype=gates, parameter_dtype=parameters))
         check(case, run_threads(case))
 
 

@@ -159,7 +159,7 @@ def test_20_a_gate_of_ln_half_halves(tokens: int, world_size: int, dtype: torch.
         assert kda is not None
         return kda, result[1]
 
-    runs = threads.run(body, world_size, 10.0)
+    runs = threads.run(body, world_size, 20.0)
     owner = plan.owner(0)
     for state in runs[owner]:
         left = torch.full_like(state, 0.5**tokens)
@@ -196,9 +196,9 @@ def test_21_two_calls_equal_one(world_size: int, state_v_first: bool) -> None:
         return body
 
     assert case.initial is not None
-    first = threads.run(call(plans[0], 0, case.initial), world_size, 10.0)
+    first = threads.run(call(plans[0], 0, case.initial), world_size, 20.0)
     between = torch.stack([final for _, final in first]).sum(0)
-    second = threads.run(call(plans[1], cut, between), world_size, 10.0)
+    second = threads.run(call(plans[1], cut, between), world_size, 20.0)
     o = torch.cat(
         [
             plan.unshard([o for o, _ in results])
@@ -257,4 +257,4 @@ def test_36_unsupported_head_sizes() -> None:
             with pytest.raises(OpInputError, match=f"{name} must be between 1 and 256"):
                 ops.chunk_kda(q, q, v, -q.abs(), v[..., 0], cp_context=CPContext(plan, transport))
 
-    threads.run(body, 1, 5.0)
+    threads.run(body, 1, 20.0)
