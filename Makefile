@@ -24,7 +24,7 @@ SOURCES := $(subst $(space),:,$(CURDIR) $(CURDIR)/kernels $(addprefix $(CURDIR)/
 help:
 	@echo 'make demo      train a small model sharded over 4 ranks, compared with the unsharded run'
 	@echo 'make test      all tests that need no GPU'
-	@echo 'make test-gpu  the tests that need one, with the torch of PYTHON (no .venv)'
+	@echo 'make test-gpu  the tests that need one, several ranks on it, with the torch of PYTHON (no .venv)'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make bench     measure here, write build/bench/report/report.html'
 	@echo 'make install   only build .venv; make clean removes it'
@@ -57,7 +57,7 @@ test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo 'the torch of $(PYTHON) sees no CUDA device'; exit 1; }
 	PYTHONPATH=$(SOURCES)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest \
-		-m 'gpu or multigpu' $(ARGS)
+		-m '(gpu or multigpu) and not slow' $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --output-format concise .
