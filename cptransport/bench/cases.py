@@ -137,6 +137,9 @@ def add_arguments(parser: argparse.ArgumentParser, case: Case) -> None:
         help="write the document there; - prints it, and nothing else, on stdout",
     )
     written.add_argument(
+        "--commit", help="of a copy of the tree that has no git to tell it; dirty is then unknown"
+    )
+    written.add_argument(
         "--gate",
         type=Path,
         metavar="FILE",
@@ -171,7 +174,7 @@ def run_case(
         "run_id": uuid.uuid4().hex,
         "started_utc": started.strftime("%Y-%m-%dT%H:%M:%SZ"),
         "command": list(sys.argv if command is None else command),
-        "git": git_state(),
+        "git": {"commit": args.commit, "dirty": None} if args.commit else git_state(),
         "gate": _joined(gate_of(measured.rows, case.name), outside),
         "machine": where,
         "software": software(),

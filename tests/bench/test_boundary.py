@@ -188,7 +188,9 @@ def test_an_outside_gate_is_counted_in(tmp_path: Path) -> None:
         "report_path": str(path),
     }
     path.write_text(json.dumps({**suite, "counts": {"passed": 7, "skipped": 1}}))
-    assert bench("boundary", *small, "--gate", str(path))["gate"]["failed"] == 0
+    made = bench("boundary", *small, "--gate", str(path), "--commit", "abc123")
+    assert made["gate"]["failed"] == 0
+    assert made["git"] == {"commit": "abc123", "dirty": None}
     path.write_text("{}")
     with pytest.raises(SchemaError, match="no counts"):
         bench("boundary", *small, "--gate", str(path))
