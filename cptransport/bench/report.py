@@ -7,11 +7,11 @@ document whose ranks shared a device wears a banner.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from cptransport.bench.formats import byte_size, command_line, microseconds, number, plain
 
 __all__ = [
     "Banner",
@@ -108,7 +108,7 @@ def blocks(document: Mapping[str, Any]) -> list[Block]:
         made.append(Text(f"Gate: {counts} ({gate['suite']})."))
     else:
         made.append(Banner(f"The gate is not green: {counts}. No ratios are shown."))
-    made.append(Code(_command(document["command"])))
+    made.append(Code(command_line(document["command"])))
     common = _common(document["rows"])
     if common:
         made.append(Text(f"All rows: {label(document['rows'][0], common)}."))
@@ -155,7 +155,7 @@ def label(row: Row, names: Sequence[str]) -> str:
     """Return the given facts of a row in words."""
     facts = _facts(row)
     return ", ".join(
-        _plain(facts[name]) if name in _SPEAKING else f"{name} {_plain(facts[name])}"
+        plain(facts[name]) if name in _SPEAKING else f"{name} {plain(facts[name])}"
         for name in names
         if name in facts
     )
@@ -166,15 +166,18 @@ def _ok(rows: Sequence[Row]) -> list[Row]:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Row], Any]], ...] = (
-    ("median us", lambda row: _us(row["median_us"])),
-    ("p20 to p80 us", lambda row: f"{_us(row['p20_us'])} to {_us(row['p80_us'])}"),
-    ("min us", lambda row: _us(row["min_us"])),
-    ("received", lambda row: _bytes(row["bytes_received"])),
-    ("GB/s", lambda row: _number(row["bus_bw_gbytes_s"])),
-    ("tokens/s", lambda row: _number(row["tokens_s"])),
-    ("peak mem", lambda row: _bytes(row["peak_mem_bytes"])),
-    ("kernels", lambda row: _number(row["kernels"])),
-    ("% of bound", lambda row: _number(row["percent_of_bound"])),
+    ("median us", lambda row: microseconds(row["median_us"])),
+    (
+        "p20 to p80 us",
+        lambda row: f"{microseconds(row['p20_us'])} to {microseconds(row['p80_us'])}",
+    ),
+    ("min us", lambda row: microseconds(row["min_us"])),
+    ("received", lambda row: byte_size(row["bytes_received"])),
+    ("GB/s", lambda row: number(row["bus_bw_gbytes_s"])),
+    ("tokens/s", lambda row: number(row["tokens_s"])),
+    ("peak mem", lambda row: byte_size(row["peak_mem_bytes"])),
+    ("kernels", lambda row: number(row["kernels"])),
+    ("% of bound", lambda row: number(row["percent_of_bound"])),
     ("max error", lambda row: f"{row['max_abs_err']:.1e}"),
 )
 
@@ -234,9 +237,9 @@ def _comparisons(document: Mapping[str, Any]) -> Iterator[Block]:
                 row["mode"],
                 row["timer"],
                 row["provider"],
-                _us(row["median_us"]),
+                microseconds(row["median_us"]),
                 other["provider"],
-                _us(other["median_us"]),
+                microseconds(other["median_us"]),
             )
             ratio = row["median_us"] / other["median_us"]
             lines.append((*line, f"{ratio:.3f}") if green else line)
@@ -296,43 +299,4 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name} ")
         elif value is not None:
-            yield f"{prefix}{name.replace('_', ' ')}", _plain(value)
-
-
-# ------------------------------------------------------------------------------------------- formats
-
-
-def _command(argv: Sequence[str]) -> str:
-    """Return the command line; a script is named by its file, `__main__.py` by its package."""
-    if not argv:
-        return ""
-    script = Path(argv[0])
-    name = f"python -m {script.parent.name}" if script.name == "__main__.py" else script.name
-    return " ".join([name, *(shlex.quote(word) for word in argv[1:])])
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _us(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, int) or value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
-
-
-def _bytes(value: int | None) -> str:
-    if value is None:
-        return ""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if value >= size:
-            return f"{value / size:.2f} {unit}"
-    return f"{value} B"
+            yield f"{prefix}{name.replace('_', ' ')}", plain(value)
