@@ -96,7 +96,7 @@ def kda_config(input_dtypes: tuple[torch.dtype, ...], key_dim: int, value_dim: i
         prepare=Tile(32, 4, 1),
         walk=Tile(32 if largest <= 128 else 16, 4, 1),
         back_walk=Tile(32 if largest <= 128 else 16, 4, 1),
-        correct=Tile(32, 4, 1),
+        correct=Tile(32, 8, 1),
         enter=Tile(32, 4, 1),
         pair_grad=Tile(32, 4, 1),
         chunk_grad=Tile(32, 4, 1),

@@ -6,7 +6,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 __all__ = ["count_launches", "interpreted", "launch", "on_gpu"]
 
 _counters: list[Counter[str]] = []
+#: The interpreter replaces parts of ``triton.language`` while it runs a kernel: one at a time.
+_interpreter = Lock()
 
 
 #: Triton decides when it decorates the kernels, so what the variable says later does not matter.
@@ -36,7 +39,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
         return
     for counter in _counters:
         counter[kernel.fn.__name__] += 1
-    kernel[grid](*args, **meta)
+    with _interpreter if _INTERPRETED else nullcontext():
+        kernel[grid](*args, **meta)
 
 
 @contextmanager

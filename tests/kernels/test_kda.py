@@ -39,7 +39,7 @@ def check(case: Case, x: dict[str, torch.Tensor] | None = None, limit: float = 2
         {"cu_seqlens": [0, 33], "cuts": [0, 1, 32]},
         {"cu_seqlens": [0, 7, 7, 8, 90], "cuts": [30, 60], "H": 2, "HV": 2, "V": 64},
         {"cu_seqlens": [0, 0, 70, 70], "cuts": [64, 64], "K": 64},
-        {"cu_seqlens": [0, 50], "cuts": [20, 41], "B": 2, "H": 2, "HV": 4},
+        {"cu_seqlens": [0, 36], "cuts": [20], "B": 2, "HV": 2},
         {"cu_seqlens": [0, 40], "cuts": [13], "H": 3, "HV": 3, "K": 8, "V": 12},
     ],
 )
