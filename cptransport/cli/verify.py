@@ -98,7 +98,11 @@ def add_parser(subparsers: Any) -> None:
     sizes.add_argument("--width", type=int, metavar="W", help="of the convolution")
     how = parser.add_argument_group("how")
     how.add_argument("--engine", help=f"local compute (default: {env.ENGINE.name}, else auto)")
-    how.add_argument("--composition", choices=COMPOSITIONS)
+    how.add_argument(
+        "--composition",
+        choices=("auto", *COMPOSITIONS),
+        help=f"of summaries (default: {env.COMPOSITION.name}, else auto)",
+    )
     how.add_argument("--overlap", action="store_true", default=None)
     how.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     how.add_argument(
@@ -189,8 +193,7 @@ def _specs(args: argparse.Namespace) -> list[OpSpec]:
     given = ("heads", "value_heads", "key_dim", "value_dim", "width", "batch")
     sizes.update({name: v for name in given if (v := getattr(args, name)) is not None})
     how: dict[str, Any] = {"engine": args.engine, "overlap": env.flag(env.OVERLAP, args.overlap)}
-    composition = env.choice(env.COMPOSITION, args.composition)
-    how["composition"] = "gather" if composition == "auto" else composition
+    how["composition"] = env.choice(env.COMPOSITION, args.composition)
     first = OpSpec(
         op,
         args.cu_seqlens,
@@ -244,11 +247,11 @@ def _plain(value: Any) -> Any:
 
 
 def _text(case: OpCase, transport: str, run: RankRun, comparisons: Sequence[Comparison]) -> str:
-    spec = case.spec
-    engine = run.record.engine if run.record else "-"
+    spec, ran = case.spec, run.record
+    how = f"engine {ran.engine}, composition {ran.composition}" if ran else "no record"
     lines = [
         f"{spec.op} on {transport}: {spec.dtype}, layout {spec.layout}, cu_seqlens "
-        f"{list(spec.cu_seqlens)}, engine {engine}, composition {spec.composition}",
+        f"{list(spec.cu_seqlens)}, {how}",
         *map(str, comparisons),
         "",
     ]

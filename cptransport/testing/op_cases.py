@@ -54,7 +54,7 @@ class OpSpec:
         parameter_dtype: of what is replicated, initial states too; empty: the state dtype.
         optional: names of the optional inputs that are given.
         options: the op's further keyword arguments.
-        composition, overlap, engine: what the call asks for.
+        composition, overlap, engine: what the call asks for; composition ``auto`` too.
         loss: the outputs that the loss depends on, ``"output"`` and ``"final"``.
         loss_ranks: only these ranks have a loss, the others call ``join_backward``; None: all.
         gate: every log decay (KDA, gate not inside) is this number; None: random.

@@ -196,3 +196,15 @@ def test_compositions_agree_and_say_what_they_are() -> None:
             results[composition] = bits(runs)
         for one, *others in zip(*results.values(), strict=True):
             assert all(relative_error(other, one) <= 1e-5 for other in others)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_auto_says_which_composition_it_took(op: str) -> None:
+    """The bytes are those of what the record names."""
+    for offsets in (PACKED, (0, 41)):
+        case = OpCase.of(spec_of(op).with_(composition="auto", cu_seqlens=offsets))
+        runs = run_threads(case)
+        check(case, runs)
+        records = {run.record.composition for run in runs if run.record}
+        assert len(records) == 1
+        assert records <= {*COMPOSITIONS, "halo"}
