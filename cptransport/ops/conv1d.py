@@ -7,8 +7,9 @@ it came from; which rows, ``cptransport.halo`` says.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from cptransport.ops.inputs import (
 )
 from cptransport.ops.once import once_differentiable
 from cptransport.ops.scope import RunRecord, agree, op_step, record_run, reporting
+from cptransport.plan import Plan
 from cptransport.transport import PartSpec, Slot
 
 __all__ = ["causal_conv1d"]
@@ -250,30 +252,33 @@ class _Conv(torch.autograd.Function):
             )
             exchange = _HaloExchange(call, "backward", call.compute)
             tables = exchange.tables
-            d_border = exchange.table.zero_()
-            dx = torch.zeros(x.shape, dtype=call.compute, device=x.device)
-            d_weight = torch.zeros(weight.shape, dtype=call.compute, device=x.device)
-            d_bias = torch.zeros(call.channels, dtype=call.compute, device=x.device)
-            d_residual = torch.zeros_like(dx)
-            for index, (span, window) in enumerate(_windows(call, x, border)):
-                if grad_y is None or span.start == span.stop:
-                    continue
-                grad = grad_y[:, span].to(call.compute)
-                d_residual[:, span] = grad
-                if call.activate:
-                    taps = _correlate(window, weight.to(call.compute), bias)
-                    gate = taps.sigmoid()
-                    grad = grad * gate * (1 + taps * (1 - gate))
-                d_bias += grad.sum((0, 1))
-                d_window = torch.zeros_like(window)
-                length = span.stop - span.start
-                for tap in range(call.width):
-                    shifted = slice(tap, tap + length)
-                    d_window[:, shifted] += grad * weight[:, tap].to(call.compute)
-                    d_weight[:, tap] = d_weight[:, tap] + (window[:, shifted] * grad).sum((0, 1))
-                h = call.width - 1
-                d_border[index * h : (index + 1) * h] = d_window[:, :h].transpose(0, 1)
-                dx[:, span] = d_window[:, h:]
+            line = _line(call.context.plan, transport.rank, call.width, x.device)
+            values = _lay(line, border, x, call.compute)
+            weights = weight.to(call.compute)
+            if grad_y is None:
+                grad_y = torch.zeros_like(x)
+            grad = grad_y.index_select(1, line.rows).to(call.compute)
+            d_residual = torch.zeros(x.shape, dtype=call.compute, device=x.device)
+            d_residual.index_copy_(1, line.rows, grad)
+            if call.activate:
+                taps = _correlate(values, weights, bias).index_select(1, line.outputs)
+                gate = taps.sigmoid()
+                grad = grad * gate * (1 + taps * (1 - gate))
+            d_bias = grad.sum((0, 1))
+            # Zeros where an output would straddle two segments.
+            length = _outputs(values, call.width)
+            spread = values.new_zeros(call.batch, length, call.channels)
+            spread.index_copy_(1, line.outputs, grad)
+            d_weight = torch.empty_like(weights)
+            d_values = torch.zeros_like(values)
+            for tap in range(call.width):
+                shifted = slice(tap, tap + length)
+                d_values[:, shifted] += spread * weights[:, tap]
+                d_weight[:, tap] = (values[:, shifted] * spread).sum((0, 1))
+            both = values.new_zeros(call.batch, len(border) + x.shape[1], call.channels)
+            both.index_copy_(1, line.sources, d_values)
+            d_border = exchange.table.copy_(both[:, : len(border)].transpose(0, 1))
+            dx = both[:, len(border) :]
             rows = dx.transpose(0, 1)
             if grad_final is not None:
                 final = _state_rows(call, grad_final).to(call.compute)
@@ -316,37 +321,71 @@ def _forward(
     if initial_state is not None:
         known = _state_rows(call, initial_state).to(call.dtype)
         border[tables.initial.target] = known[tables.initial.source]
+    line = _line(call.context.plan, call.context.rank, call.width, x.device)
+    values = _lay(line, border, x, call.compute)
+    out = _correlate(values, weight.to(call.compute), bias).index_select(1, line.outputs)
+    if call.activate:
+        out = F.silu(out)
+    if residual is not None:
+        out = out + residual.index_select(1, line.rows).to(call.compute)
     y = torch.zeros_like(x, memory_format=torch.contiguous_format)
-    for span, window in _windows(call, x, border):
-        taps = _correlate(window, weight.to(call.compute), bias)
-        out = F.silu(taps) if call.activate else taps
-        if residual is not None:
-            out = out + residual[:, span].to(call.compute)
-        y[:, span] = out.to(call.dtype)
+    y.index_copy_(1, line.rows, out.to(call.dtype))
     final = _no_rows(call, call.dtype, x.device)
     final[tables.final_halo.target] = border[tables.final_halo.source]
     final[tables.final_rows.target] = rows[tables.final_rows.source]
     return y, _rows_to_state(call, final), border
 
 
-def _windows(call: _Call, x: Tensor, border: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Per local segment its rows in x, and ``[B, W-1 + length, D]``: halo, then inputs, in the compute dtype."""
-    h = call.width - 1
-    for index, segment in enumerate(call.context.local.segments):
-        span = slice(segment.local_start, segment.local_start + segment.length)
-        before = border[index * h : (index + 1) * h].transpose(0, 1)
-        yield span, torch.cat([before, x[:, span]], dim=1).to(call.compute)
+@dataclass(frozen=True, eq=False)
+class _Line:
+    """A rank's segments one after the other, each behind its halo: one convolution serves them all.
+
+    Attributes:
+        sources (int64, [m + halo rows]): where its rows are, in the borders followed by x.
+        outputs (int64, [m]): where the tokens' outputs are in a convolution of the line.
+        rows (int64, [m]): the tokens' local rows.
+    """
+
+    sources: Tensor
+    outputs: Tensor
+    rows: Tensor
 
 
-def _correlate(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+@lru_cache(maxsize=32)
+def _line(plan: Plan, rank: int, width: int, device: torch.device) -> _Line:
+    h = width - 1
+    sources, outputs, rows = ([torch.empty(0, dtype=torch.int64)] for _ in range(3))
+    filled = 0
+    for index, segment in enumerate(plan.for_rank(rank).segments):
+        if not segment.length:
+            continue
+        local = torch.arange(segment.local_start, segment.local_start + segment.length)
+        sources += [torch.arange(index * h, (index + 1) * h), plan.max_segments * h + local]
+        outputs.append(torch.arange(filled, filled + segment.length))
+        rows.append(local)
+        filled += h + segment.length
+    return _Line(*(torch.cat(pieces).to(device) for pieces in (sources, outputs, rows)))
+
+
+def _lay(line: _Line, border: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the rows of the line, ``[B, m + halo rows, D]``."""
+    return torch.cat([border.transpose(0, 1), x], 1).index_select(1, line.sources).to(dtype)
+
+
+def _outputs(values: Tensor, width: int) -> int:
+    """Number of outputs of a convolution without padding."""
+    return max(0, values.shape[1] - width + 1)
+
+
+def _correlate(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Sum the taps in a fixed order: exact in the compute dtype on every device, which library convolutions are not."""
     channels, width = weight.shape
-    length = window.shape[1] - width + 1
-    total = window.new_zeros((window.shape[0], length, channels))
+    length = _outputs(values, width)
+    total = values.new_zeros((values.shape[0], length, channels))
     if bias is not None:
-        total = total + bias.to(window.dtype)
+        total = total + bias.to(values.dtype)
     for tap in range(width):
-        total = total + window[:, tap : tap + length] * weight[:, tap]
+        total = total + values[:, tap : tap + length] * weight[:, tap]
     return total
 
 

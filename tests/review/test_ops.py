@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from cptransport import (
     BackendFallbackWarning,
@@ -167,3 +168,21 @@ def test_the_rank_that_failed_is_named_not_one_that_was_told() -> None:
     inputs = torch.rand(1, 30, 2, K), torch.rand(1, 30, 2, K), torch.rand(1, 30, 2, K)
     whole = (*inputs, -torch.rand(1, 30, 2, K), torch.rand(1, 30, 2))
     assert threads.run(body, 3, 10.0) == [2, 2, None]
+
+
+def test_a_convolution_costs_the_same_number_of_kernels_for_any_number_of_documents() -> None:
+    def count(documents: int) -> int:
+        plan = build_plan([8 * i for i in range(documents + 1)], world_size=1)
+        x = torch.randn(1, 8 * documents, D, requires_grad=True)
+        weight = torch.randn(D, W, requires_grad=True)
+
+        def body(transport: BoundaryTransport) -> int:
+            context = CPContext(plan, transport)
+            causal_conv1d(x, weight, cp_context=context)  # fills caches
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
+                causal_conv1d(x, weight, cp_context=context)[0].sum().backward()
+            return len(seen.events())
+
+        return threads.run(body, 1)[0]
+
+    assert count(50) == count(2)
