@@ -235,6 +235,8 @@ class ControlPlane:
         prefix = f"agree/{self._agreements}"
         try:
             self._store.set(f"{prefix}/{self.rank}", value)
+            # Whoever came to the last exchange had read all of the one before: keys do not pile up.
+            self._store.delete_key(f"agree/{self._agreements - 2}/{self.rank}")
         except Exception as error:
             raise PeerFailedError(
                 f"the group's store is gone with the rank that hosted it: {error}"

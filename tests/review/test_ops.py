@@ -186,3 +186,21 @@ def test_a_convolution_costs_the_same_number_of_kernels_for_any_number_of_docume
         return threads.run(body, 1)[0]
 
     assert count(50) == count(2)
+
+
+def test_the_check_leaves_no_keys_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CULA_CP_CHECK", "1")
+
+    def body(transport: threads.ThreadTransport) -> list[int]:
+        context, keys = CPContext(PLAN, transport), []
+        inputs = kda_inputs(context)
+        for _ in range(2):
+            for _ in range(4):
+                chunk_kda(*inputs, cp_context=context)
+            transport.barrier()
+            keys.append(transport._hub.store.num_keys())
+            transport.barrier()
+        return keys
+
+    (first, second), _ = threads.run(body, 2, 10.0)
+    assert second == first
