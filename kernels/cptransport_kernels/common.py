@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device helpers that the KDA kernels share: the gate, beta, and the binary tree over a chunk's
-tokens.
+"""Device helpers that the KDA kernels share: gate, beta, and the binary tree over a chunk's tokens.
 
-**The tree.** Inside a chunk of BT = 2^LEVELS tokens, two tokens i > j interact through ``exp(G_i -
-G_j)``, G being the
-cumulative log decay of each channel. Any pair is split by exactly one node of the binary tree over
-the chunk: i lies in the
-node's upper half, j in its lower half. With ``G_ref`` the value at the last token of the lower
-half,
+**The tree.** Inside a chunk of BT = 2^LEVELS tokens, two tokens i > j interact through
+``exp(G_i - G_j)``, G being the cumulative log decay of each channel. Any pair is split by exactly
+one node of the binary tree over the chunk: i lies in the node's upper half, j in its lower half.
+With ``G_ref`` the value at the last token of the lower half,
 
     exp(G_i - G_j) = exp(G_i - G_ref) exp(G_ref - G_j)        both exponents <= 0
 
 so level by level all pairs are full-tile matrix products of two decayed operands, and nothing can
-overflow however strong the
-gate is. The gradient of a token's gate is the sum over the pairs that straddle it. It is formed as
-a suffix sum of terms that
-each pair enters twice, with opposite signs, and that terms of a token with itself never enter.
+overflow however strong the gate is. The gradient of a token's gate is the sum over the pairs that
+straddle it. It is formed as a suffix sum of terms that each pair enters twice, with opposite
+signs, and that terms of a token with itself never enter.
 
 Source: docs/algebra.md, "KDA"; the factorisation is ours.
 """

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pinned kernel configurations: one per arithmetic and head size, no timing at run time, so every
-rank runs the same code.
+"""Pinned kernel configurations: no timing at run time, so every rank runs the same code.
 
-Measured on one H200 (see docs/results); other devices run them too, not at their best.
+Those of bfloat16 at K = V = 128 were chosen by the profiler's kernel times on one H200 (Triton 3.6,
+November 2026) at 2048 x 16 and 1024 x 8 tokens x heads; all others were only checked for results.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 __all__ = ["HEAD_DIMS", "KDAConfig", "kda_config", "piece_tokens"]
 
 #: Key and value sizes the kernels are written for; others are padded. None below 64: with chunks
-#: of 64 tokens, Triton 3.6 was
-#: seen to compile products with 16 and 32 bfloat16 columns to wrong results and out-of-range
-#: shared addresses on sm_90.
+#: of 64 tokens, Triton 3.6 was seen to compile products with 16 and 32 bfloat16 columns to wrong
+#: results and out-of-range shared addresses on sm_90.
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -39,8 +38,7 @@ class KDAConfig:
             triangular solve.
         chunk: tokens per chunk, a power of two.
         prepare, walk, back_walk, correct, enter, pair_grad, chunk_grad, finish: per kernel.
-            ``block`` is the block of channels, or
-            of state columns.
+            ``block`` is the block of channels, or of state columns.
     """
 
     dtype: torch.dtype

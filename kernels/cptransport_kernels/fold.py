@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fold of affine summaries: one kernel for every transport, for the pieces of a cut segment,
-forward and backward.
+"""The fold of affine summaries: one kernel for every transport and for the pieces of a cut segment.
 
 A destination row is the result of a list of *steps* over a start state X:
 
@@ -8,15 +7,14 @@ A destination row is the result of a list of *steps* over a start state X:
     X <- M X + E                forward        X <- M^T X + dE         backward (``transposed``)
 
 Steps are int32 ``[R, S, 4]`` = (source, state row, transition row, prefix row), each row -1 for
-"none"; ``rows`` int32 ``[R, 2]`` = (number of
-steps, row of the result in ``out`` or -1: not wanted). A source
-is an index into int64 tables of addresses, one per part: what a rank staged, in its own or in a
-    peer's memory. Without tables
-the two parts are local tensors. Rows are per batch row: ``row * B + b``.
+"none"; ``rows`` int32 ``[R, 2]`` = (number of steps, row of the result in ``out`` or -1: not
+wanted). A source is an index into int64 tables of addresses, one per part: what a rank staged, in
+its own or in a peer's memory. Without tables the two parts are local tensors. Rows are per batch
+row: ``row * B + b``.
 
 Arithmetic is float32, products IEEE or three-pass tf32 (within 2e-6 of IEEE): results do not
-depend on where a summary lies.
-Parts of peers are read past the L1 cache, which is not coherent with other devices.
+depend on where a summary lies. Parts of peers are read past the L1 cache, which is not coherent
+with other devices.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """KDA on one rank: the kernels' launches in order, as functions of tensors and tables.
 
 ``forward`` (pass over all pieces, summaries of segments) -> ``enter`` (states that enter,
-corrected outputs) ->
-``entering_grad`` (backward summaries) -> ``backward`` (all gradients). Nothing waits for the host.
+corrected outputs) -> ``entering_grad`` (backward summaries) -> ``backward`` (all gradients).
+Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -61,9 +61,12 @@ class Transforms:
 
 @dataclass(frozen=True)
 class KDATensors:
-    """Contiguous inputs: q, k ``[B, T, H, K]``, v ``[B, T, HV, V]``, g ``[B, T, HV, K]``, beta
-    ``[B, T, HV]``, A_log ``[HV]``,
-    dt_bias ``[HV, K]``."""
+    """Contiguous inputs.
+
+    Attributes:
+        q, k: ``[B, T, H, K]``. v: ``[B, T, HV, V]``. g: ``[B, T, HV, K]``. beta: ``[B, T, HV]``.
+        A_log: ``[HV]``. dt_bias: ``[HV, K]``.
+    """
 
     q: Tensor
     k: Tensor

@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 # ruff: noqa: SIM102 -- Triton evaluates the outer condition when it compiles, the inner one later
-"""The state passes of KDA's backward: dE = R^T dO, then states forward again beside gradients of
-states backward.
+"""The state passes of KDA's backward: dE = R^T dO, then states and their gradients side by side.
 
 The first needs nothing but the effective query, so the backward summary is published before any
-other kernel. The second
-walks every piece twice side by side, since neither walk needs the other: from the true entering
-    state forward (states and
-corrected values of each chunk, not kept by the forward to save memory), and from the gradient of
-the leaving state backward.
+other kernel. The second walks every piece twice in one launch, since neither walk needs the other:
+forward from the true entering state (states and corrected values of each chunk, which the forward
+does not keep), and backward from the gradient of the leaving state.
 
 Tables as in ``kda_forward``. ``h`` and ``dh`` are ``[B, NC, HV, K, V]``: the state before, the
-state's gradient after each chunk.
-``y = T^T dU`` is the gradient of the right side of the chunk's triangular solve, u its result.
+state's gradient after each chunk. ``y = T^T dU`` is the gradient of the right side of the chunk's
+triangular solve, u its result.
 """
 
 from __future__ import annotations
@@ -42,8 +39,7 @@ def kda_entering_grad_kernel(
     BV: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """dE [K, V] = R^T dO of every piece that is not seeded; also copies M where the summary wants
-    it."""
+    """Compute dE [K, V] = R^T dO of every piece that is not seeded; copy M where it is wanted."""
     CT: tl.constexpr = p_r.dtype.element_ty
     NV: tl.constexpr = V // BV
     NK: tl.constexpr = K // BK

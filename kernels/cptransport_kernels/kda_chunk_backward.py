@@ -7,12 +7,11 @@ states:
     dA_qk = tril(dO u^T)          d(qg) = dO h^T          dv = beta Y
     dA_kk = -stril(Y u^T)         d(beta kg) = -Y h^T     d(kd) = u dh^T
 
-(the solve's own gradient ``-T^T dT T^T`` collapses to ``-Y u^T`` since ``T X = u``). One program
-per chunk, value head and block of
-BK channels does all of it, recomputing the [BT, BT] products per block of channels; the gradients
-through the decayed
-products go down the tree of ``common``. Terms of a token with itself never enter the gradient of
-the gate.
+(the solve's own gradient ``-T^T dT T^T`` collapses to ``-Y u^T`` since ``T X = u``). One kernel
+computes the products of pairs of tokens and dv, one program per chunk and value head; one, per
+block of BK channels too, sends their gradients down the tree of ``common`` and finishes dq, dk and
+the gate; one adds what the blocks say of beta. Terms of a token with itself never enter the
+gradient of the gate.
 """
 
 from __future__ import annotations
@@ -234,8 +233,8 @@ def kda_chunk_backward_kernel(
     b_dq = b_dqg * b_e * scale
     b_row = -b_dkg * b_e
     # Terms of a token with itself belong to dq and dk only: in the gate's sums they would have to
-    # cancel, though all others may be
-    # smaller by any factor. So the last token's own share of the state after the chunk waits.
+    # cancel, though all others may be smaller by any factor. So the last token's own share of the
+    # state after the chunk waits.
     b_dk = b_dkd * decay(b_end[None, :] - b_gc)
     is_last = (o_t == last)[:, None]
     b_last = tl.sum(tl.where(is_last, b_dk, 0.0), axis=0)

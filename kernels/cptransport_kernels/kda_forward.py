@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state pass of KDA over the pieces of a rank, and the correction of outputs by the state that
-enters.
+"""The state pass of KDA over a rank's pieces, and the correction of outputs by entering states.
 
 A *piece* is a run of tokens that one program walks chunk by chunk: a segment, or a part of a long
-one. A *seeded* piece knows
-the state that enters it. Any other piece starts from zero and carries K columns more, which start
-from the identity with
-v = 0: their final value is the piece's transition M, their output its effective query R. So one pass yields
+one. A *seeded* piece knows the state that enters it. Any other piece starts from zero and carries
+K columns more, which start from the identity with v = 0: their final value is the piece's
+transition M, their output its effective query R. So one pass yields
 
     state update E [K, V]      transition M [K, K]      o_ext [T, V]      R [T, K]
 
 and later ``o = o_ext + R S_in``, ``S_out = M S_in + E``.
 
-Tables: ``pieces`` int32 [NP, 8] = start, stop, seeded, segment, row of E in the summary (-1:
-    none), row of M, first chunk, first of
-its segment. States are ``[NP * B, HV, K, V]``, row = piece * B + b; summaries and seeds have row =
-segment * B + b.
+Tables: ``pieces`` int32 [NP, 8] = start, stop, seeded, segment, row of E in the summary (-1: none),
+row of M, first chunk, whether the segment starts here. States are ``[NP * B, HV, K, V]``, row =
+piece * B + b; summaries and seeds have row = segment * B + b.
 """
 
 from __future__ import annotations
@@ -141,9 +138,8 @@ def kda_correct_kernel(
 ):
     """Add R S_in to the outputs of pieces that are not seeded.
 
-    BY_SEGMENT: the entering states come in one row per segment (no segment is cut), and the
-        program of a piece's first chunk
-    keeps a copy in ``p_s_in`` for the backward.
+    BY_SEGMENT: the entering states come in one row per segment (no segment is cut), and the program
+    of a piece's first chunk keeps a copy in ``p_s_in`` for the backward.
     """
     CT: tl.constexpr = p_r.dtype.element_ty
     i_c = tl.program_id(0)

@@ -2,18 +2,17 @@
 """What one chunk of KDA needs of its own tokens, before any state is known.
 
 With G the cumulative log decay inside the chunk, ``kg = k exp(G)``, and A the strictly lower
-triangular matrix
-``A[i, j] = beta_i sum_d k_i k_j exp(G_i - G_j)``, the delta rule's values are ``u = (I + A)^-1
-(beta v - beta kg S)`` for the
-state S at the chunk's start. Per chunk and value head this kernel writes
+triangular matrix ``A[i, j] = beta_i sum_d k_i k_j exp(G_i - G_j)``, the delta rule's values are
+``u = (I + A)^-1 (beta v - beta kg S)`` for the state S at the chunk's start. Per chunk and value
+head this kernel writes
 
     gc [BT, K] G               qg [BT, K] scale q exp(G)     kd [BT, K] k exp(G_last - G)
     w  [BT, K] T beta kg       u0 [BT, V] T beta v           T = (I + A)^-1 [BT, BT]
     aqk [BT, BT] scale q_i k_j exp(G_i - G_j), j <= i
 
 all in token-major layout ``[B, T, HV, ...]``; rows of no chunk are not written. T is inverted by
-the tree of ``common``:
-``T <- T - T A_level T`` merges the halves of every node, which is block substitution and as stable.
+the tree of ``common``: ``T <- T - T A_level T`` merges the halves of every node, which is block
+substitution and as stable.
 """
 
 from __future__ import annotations

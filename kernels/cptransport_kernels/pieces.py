@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device tables of what a rank computes: segments, the pieces that long ones are cut into, and
-their chunks.
+"""Device tables of what a rank computes: segments, pieces that long ones are cut into, chunks.
 
 A chunk never crosses a segment. A segment of no token has one piece without chunks. Tables are
-uploaded once and cached, so that
-a call after the first neither copies nor waits.
+uploaded once and cached, so that a call after the first neither copies nor waits.
 """
 
 from __future__ import annotations
@@ -50,9 +48,8 @@ class Pieces:
 
     Attributes:
         forward, backward: int32 ``[NP, 8]``: start, stop, seeded, segment, summary row of E (dE)
-            or -1, of M or -1, first chunk,
-            whether the segment starts here. A row is given only where one piece is a whole
-            segment; the others go through ``fold``.
+            or -1, of M or -1, first chunk, whether the segment starts here. A row is given only
+            where one piece is a whole segment; the others go through ``fold``.
         chunks: int32 ``[NC, 4]``: start, stop, piece, 0.
         num_pieces, num_chunks, num_segments: their numbers.
         cut: whether any segment has more than one piece.
@@ -89,8 +86,7 @@ class Pieces:
 
 
 def _cut(segment: SegmentSpec, tokens: int) -> list[tuple[int, int]]:
-    """Return the row ranges of the pieces of a segment, of at most ``tokens`` rows each, one at
-    least."""
+    """Return the row ranges of a segment's pieces: at most ``tokens`` rows each, one at least."""
     starts = range(segment.start, segment.stop, tokens) or [segment.start]
     return [(start, min(start + tokens, segment.stop)) for start in starts]
 

@@ -2,10 +2,9 @@
 """KDA through the kernels of ``cptransport_kernels``.
 
 One pass over the columns ``[V | K]`` in the forward gives state update, transition, local output
-and effective query R of every
-segment that does not start its sequence; outputs are then corrected by ``R S_in``, and the
-backward summary is ``R^T dO``.
-Long segments are cut into pieces that run side by side; the same fold joins them.
+and effective query R of every segment that does not start its sequence; outputs are then corrected
+by ``R S_in``, and the backward summary is ``R^T dO``. Long segments are cut into pieces that run
+side by side; the same fold joins them.
 """
 
 from __future__ import annotations
