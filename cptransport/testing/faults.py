@@ -353,10 +353,10 @@ class LeakyBarrier(ThreadTransport):
 
     def _barrier(self) -> None:
         hub = self._hub
-        with hub.changed:
+        with hub.lock:
             hub.arrivals[self.rank] += 1
             mine = hub.arrivals[self.rank]
-            hub.changed.notify_all()
+            hub.notify()
         self._wait(self._holds(lambda: sum(n >= mine for n in hub.arrivals) > 1), "barrier")
 
 

@@ -23,7 +23,7 @@ Picture, one slot, rank 0 -> rank 1::
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -62,7 +62,9 @@ class Hub:
     """What the ranks of one transport share."""
 
     def __init__(self, world_size: int) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        # One per rank that may wait: waking hundreds of ranks for what concerns one takes seconds.
+        self.changed = [threading.Condition(self.lock) for _ in range(world_size)]
         self.store = dist.HashStore()
         self.publications: dict[
             tuple[str, int, int], _Publication
@@ -73,6 +75,11 @@ class Hub:
         # (round, source, destination) -> activations under way
         self.mail: dict[tuple[int, int, int], tuple[Tensor, torch.cuda.Event | None]] = {}
         self.open = world_size  # ranks that have not closed
+
+    def notify(self, ranks: Iterable[int] | None = None) -> None:
+        """Wake ranks that wait; None: all of them. The caller holds the lock."""
+        for condition in self.changed if ranks is None else map(self.changed.__getitem__, ranks):
+            condition.notify_all()
 
 
 class ThreadTransport(TransportBase):
@@ -95,7 +102,7 @@ class ThreadTransport(TransportBase):
         hub, name, number = self._hub, current.slot.name, current.number
         if retired is not None:
             self._retire(retired)
-        with hub.changed:
+        with hub.lock:
             expected = hub.slots.setdefault((name, number), current.slot)
             if expected != current.slot:
                 raise TransportError(
@@ -103,7 +110,8 @@ class ThreadTransport(TransportBase):
                     f"{current.slot.parts} against {expected.parts}"
                 )
             hub.stages[name, self.rank] = number
-            hub.changed.notify_all()
+            if retired is not None:
+                hub.notify()
         self._await_release(current)
         return {
             part.name: poison(torch.empty(part.shape, dtype=part.dtype, device=self.device))
@@ -149,16 +157,21 @@ class ThreadTransport(TransportBase):
             current=current,
             missing=holders,
         )
-        with self._hub.changed:
+        with self._hub.lock:
             del self._hub.publications[name, self.rank, number]
             self._hub.slots.pop((name, number), None)
 
     def _publish(self, current: Generation, to: Sequence[int]) -> None:
         parts = {name: staged.clone() for name, staged in current.staged.items()}
         publication = _Publication(current.slot, tuple(to), parts, self._record())
-        with self._hub.changed:
+        concerned = [
+            rank
+            for rank in range(self.world_size)
+            if any(self._moves(part, self.rank, rank, to) for part in current.slot.parts)
+        ]
+        with self._hub.lock:
             self._hub.publications[current.slot.name, self.rank, current.number] = publication
-            self._hub.changed.notify_all()
+            self._hub.notify(concerned)
 
     def _receive(
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
@@ -175,9 +188,9 @@ class ThreadTransport(TransportBase):
             publication = self._hub.publications[key]
             received[part.name, source] = self._copy(part, source, publication)
             if part.routes is None:
-                with self._hub.changed:
+                with self._hub.lock:
                     publication.taken.add((part.name, self.rank))
-                    self._hub.changed.notify_all()
+                    self._hub.notify()
         return received
 
     def _arrived_here(self, part: PartSpec, key: tuple[str, int, int]) -> bool:
@@ -199,10 +212,10 @@ class ThreadTransport(TransportBase):
 
     def _barrier(self) -> None:
         hub = self._hub
-        with hub.changed:
+        with hub.lock:
             hub.arrivals[self.rank] += 1
             mine = hub.arrivals[self.rank]
-            hub.changed.notify_all()
+            hub.notify()
 
         def missing() -> list[int]:
             return [rank for rank, count in enumerate(hub.arrivals) if count < mine]
@@ -219,9 +232,9 @@ class ThreadTransport(TransportBase):
             if method == "a2a" or outgoing[peer].numel()
         }
         sent = self._record()
-        with hub.changed:
+        with hub.lock:
             hub.mail.update((key, (line, sent)) for key, line in posted.items())
-            hub.changed.notify_all()
+            hub.notify()
         for peer in peers:
             if not (method == "a2a" or incoming[peer].numel()):
                 continue
@@ -231,7 +244,7 @@ class ThreadTransport(TransportBase):
                 "activations did not come",
                 missing=partial(list, [peer]),
             )
-            with hub.changed:
+            with hub.lock:
                 line, ready = hub.mail.pop(key)
             if line.numel() != incoming[peer].numel():
                 raise TransportError(
@@ -243,17 +256,17 @@ class ThreadTransport(TransportBase):
 
     def _close(self, broken: bool) -> None:
         hub = self._hub
-        with hub.changed:
+        with hub.lock:
             hub.open -= 1
             if not hub.open:  # a peer may read what was published until it has closed too
                 hub.publications.clear()
                 hub.slots.clear()
                 hub.mail.clear()
-            hub.changed.notify_all()
+            hub.notify()
 
     def _interrupt(self) -> None:
-        with self._hub.changed:
-            self._hub.changed.notify_all()
+        with self._hub.lock:
+            self._hub.notify()
 
     def _record(self) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
@@ -270,9 +283,14 @@ class ThreadTransport(TransportBase):
             payload.record_stream(stream)
 
     def _holds(self, condition: Callable[[], bool]) -> Callable[[float], bool]:
+        # What is waited for wakes this rank. That a peer failed it learns by looking, which a
+        # thousand ranks must not do fifty times a second.
+        least = 2e-4 * self.world_size
+
         def arrived(seconds: float) -> bool:
-            with self._hub.changed:
-                return self._hub.changed.wait_for(condition, seconds)
+            with self._hub.lock:
+                changed = self._hub.changed[self.rank]
+                return changed.wait_for(condition, max(seconds, least))
 
         return arrived
 
