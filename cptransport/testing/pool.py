@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
 import os
 import pickle
 import shutil
@@ -19,9 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -29,9 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-
-from cptransport.testing.ranks import Answer, Order, Ranks, case_path, load_case, run_case
+from cptransport.testing.ranks import Answer, Order, case_path
+from cptransport.testing.thread_ranks import run_threads
 
 __all__ = ["CaseError", "RankPool", "close_pools", "pool", "run_ranks"]
 
@@ -103,6 +99,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._directory: Path | None = None
         self._cases = 0
+        self._last_words: list[str] = []
 
     # ---------------------------------------------------------------------------------------- cases
 
@@ -151,9 +148,14 @@ class RankPool:
         if exits:
             survivors = {rank for rank in range(self.world_size) if rank not in exits}
             codes = self.close()
-            wrong = {rank: f"exit code {codes[rank]}" for rank in survivors if codes[rank] != 0}
+            wrong = {
+                rank: f"exit code {codes[rank]}\n{self._last_words[rank]}"
+                for rank in survivors
+                if codes[rank] != 0
+            }
             if wrong:
-                raise CaseError(f"{order.case}: survivors did not end well: {wrong}", wrong)
+                lines = [f"rank {rank}: {text}" for rank, text in wrong.items()]
+                raise CaseError("\n".join([f"{order.case}: survivors:", *lines]), wrong)
         return results
 
     def _run_processes(
@@ -287,6 +289,7 @@ class RankPool:
         for index, rank in enumerate(self._ranks):
             codes[index] = rank.process.returncode if codes[index] is None else codes[index]
             rank.connection.close()
+        self._last_words = [rank.tail() for rank in self._ranks]
         self._ranks.clear()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -304,42 +307,8 @@ class RankPool:
     ) -> None:
         self.close()
 
-    # -------------------------------------------------------------------------------------- threads
-
     def _run_threads(self, order: Order, timeout_s: float) -> list[Any]:
-        from cptransport.transports import threads
-
-        fn = load_case(order.case)
-        answers: list[Answer | None] = [None] * self.world_size
-        store = torch.distributed.HashStore()
-        torch.manual_seed(order.number)
-
-        def rank_main(transport: threads.ThreadTransport) -> None:
-            ranks = Ranks(
-                transport.rank,
-                self.world_size,
-                self.backend,
-                transport.device,
-                order.timeout_s,
-                processes=False,
-                store=store,
-            )
-            try:
-                answers[ranks.rank] = Answer(
-                    run_case(ranks, fn, order.kwargs, transport=order.transport)
-                )
-            except BaseException:
-                answers[ranks.rank] = Answer(failure=traceback.format_exc())
-
-        everything = threading.Thread(
-            target=lambda: threads.run(
-                rank_main, self.world_size, order.timeout_s, device=self.device
-            ),
-            name="cpt-pool",
-            daemon=True,
-        )
-        everything.start()
-        everything.join(timeout_s)
+        answers, stacks = run_threads(order, self.world_size, self.device, timeout_s)
         failures = {
             number: f"no answer after {timeout_s:g} s" if answer is None else str(answer.failure)
             for number, answer in enumerate(answers)
@@ -347,22 +316,11 @@ class RankPool:
         }
         if not failures:
             return [answer.result for answer in answers if answer is not None]
-        lines = [
-            f"{order.case} on {self.backend}, {self.world_size} ranks (threads), {order.kwargs}"
-        ]
+        lines = [f"{order.case} on {self.backend}, {self.world_size} threads, {order.kwargs}"]
         for number in range(self.world_size):
             lines.append(f"--- rank {number}: " + ("FAILED" if number in failures else "ok"))
             lines.append(failures.get(number, ""))
-        if everything.is_alive():
-            lines.append(_stacks_here())
-        raise CaseError("\n".join(lines), failures)
-
-
-def _stacks_here() -> str:
-    with tempfile.TemporaryFile("w+") as stream:
-        faulthandler.dump_traceback(stream, all_threads=True)
-        stream.seek(0)
-        return stream.read()
+        raise CaseError("\n".join([*lines, stacks]), failures)
 
 
 # ------------------------------------------------------------------------------------- shared pools

@@ -136,7 +136,12 @@ def _pause(chance: random.Random) -> None:
 
 
 def soak(
-    seconds: float, *, backends: Sequence[str] = ("gloo", "threads"), seed: int = 1
+    seconds: float,
+    *,
+    backends: Sequence[str] = ("gloo", "threads"),
+    seed: int = 1,
+    deaths: float = 0.3,
+    processes: bool | None = None,
 ) -> dict[str, Any]:
     """Run episodes until the time is over.
 
@@ -144,6 +149,8 @@ def soak(
         seconds: how long; the last episode is finished.
         backends: taken in turn; deaths only where ranks are processes.
         seed: of the first episode.
+        deaths: how often an episode has one.
+        processes: as in ``RankPool``.
 
     Returns:
         The report: what was done, what was checked, every failure with its text.
@@ -158,8 +165,8 @@ def soak(
         episode = totals["episodes"]
         backend = backends[episode % len(backends)]
         size = chance.randint(2, 4)
-        ranks = pools.setdefault((backend, size), RankPool(backend, size))
-        dies = ranks.processes and chance.random() < 0.3
+        ranks = pools.setdefault((backend, size), RankPool(backend, size, processes=processes))
+        dies = ranks.processes and chance.random() < deaths
         victim = chance.randrange(size) if dies else -1
         totals["episodes"] += 1
         totals["deaths"] += dies

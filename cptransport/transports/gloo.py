@@ -46,13 +46,16 @@ _CAPABILITIES = Capabilities(
 _TAG_GENERATIONS = 256  # of one part that tags tell apart; two are under way at most
 _TAG_MOVES = 1 << 30  # activations; far above what slots use
 
+_STOP_S = 1.0  # limit of waiting for a thread that has been interrupted
+
 
 class _Waiter:
     """A thread that runs blocking calls one after the other, so that the caller can look up meanwhile."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._main, name="cpt-gloo-wait", daemon=True).start()
+        self._thread = threading.Thread(target=self._main, name="cpt-gloo-wait", daemon=True)
+        self._thread.start()
 
     def _main(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -81,7 +84,13 @@ class _Waiter:
         return ended
 
     def stop(self) -> None:
+        """End the thread. Whoever has a call under way interrupts it first.
+
+        An interpreter that ends while a thread is on its way out of gloo aborts the process, so
+        this waits for the thread; not for ever, since gloo has the last word.
+        """
         self._tasks.put(None)
+        self._thread.join(_STOP_S)
 
 
 @dataclass
@@ -329,6 +338,7 @@ def _interrupt_at_exit(reference: weakref.ref[GlooTransport]) -> None:
     transport = reference()
     if transport is not None and transport._waiting:
         transport._interrupt()
+        transport._waiter.stop()
 
 
 def as_bytes(tensor: Tensor, rows: Sequence[int] | None = None) -> Tensor:

@@ -22,7 +22,7 @@ def cited() -> dict[str, list[str]]:
 
 
 def test_clauses_are_numbered_in_order() -> None:
-    assert CLAUSES == [f"C{number}" for number in range(1, len(CLAUSES) + 1)]
+    assert [f"C{number}" for number in range(1, len(CLAUSES) + 1)] == CLAUSES
     assert len(CLAUSES) > 30
 
 

@@ -96,5 +96,10 @@ def test_the_walkthrough_shows_the_code_of_the_example() -> None:
     blocks = re.findall(r"^```(?:python no-run|toml)\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     shown = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
     assert len(shown) > 100
-    own = ("# pytest", "[test_", "reason =", "issue =")  # the file of known failures is the reader's
+    own = (
+        "# pytest",
+        "[test_",
+        "reason =",
+        "issue =",
+    )  # the file of known failures is the reader's
     assert [line for line in shown if line not in known and not line.startswith(own)] == []
