@@ -86,10 +86,14 @@ def group_store(group: Any, purpose: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     group = group if group is not None else dist.group.WORLD
-    # A client of its own: no wait of torch's on the same store blocks ours.
-    store = c10d._get_process_group_store(group).clone()  # type: ignore[attr-defined]
+    store = client_of_our_own(c10d._get_process_group_store(group))  # type: ignore[attr-defined]
     key = fresh(c10d._get_process_group_name(group), purpose)
     return c10d.PrefixStore(f"cptransport/{key}", store)
+
+
+def client_of_our_own(store: Any) -> Any:
+    """Return a store of the same keys where no wait of torch's blocks ours; before torch 2.8 the same one."""
+    return store.clone() if hasattr(store, "clone") else store
 
 
 class ControlPlane:

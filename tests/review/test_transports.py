@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cptransport import BoundaryTransport, PartSpec, Slot, create_transport
+from cptransport.control import client_of_our_own
 from cptransport.testing import run_ranks
 
 BACKENDS = ["threads", "gloo"]
@@ -81,3 +83,13 @@ def test_buffers_outlive_inference_mode(backend: str) -> None:
 def test_buffers_of_loopback_outlive_inference_mode() -> None:
     with create_transport(backend="loopback") as transport:
         assert first_in_inference_mode(transport) == 9.0
+
+
+def test_stores_of_torch_2_7_cannot_be_cloned() -> None:
+    """The oldest torch that is claimed has no ``Store.clone``; it came with 2.8."""
+    old = object()
+    assert client_of_our_own(old) is old
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)
+    store.set("key", "value")
+    assert client_of_our_own(store) is not store
+    assert client_of_our_own(store).get("key") == b"value"
