@@ -2,9 +2,8 @@
 """The control plane of one transport: who raised where, and agreement of ranks, over a key-value store.
 
 No collective. Every op call, forward and backward alike, is one *step*; all ranks number their
-steps alike. A rank that
-raises leaves a record ``(step, rank, text, fatal)``; others look for records whenever a wait does
-not end at once:
+steps alike. A rank that raises leaves a record ``(step, rank, text, fatal)``; others look for
+records whenever a wait does not end at once:
 
 * a record of my current or an earlier step in which I did not raise myself: ``PeerFailedError``;
 * a record of a later step: ignored, the peer has given all that my step needs;

@@ -23,8 +23,8 @@
     ├── UnsupportedOptionError (NotImplementedError)
     └── EnvVarError (ValueError)
 
-``BackendFallbackWarning`` is the one warning: a named backend could not serve and ``auto``'s choice
-    runs.
+``BackendFallbackWarning`` is the one warning: a named backend or engine could not serve, and what
+``auto`` takes runs.
 """
 
 from __future__ import annotations

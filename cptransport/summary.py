@@ -2,13 +2,12 @@
 """The algebra of summaries: how one step of a fold acts on a state, and on a transition.
 
 A segment maps the state that enters to the one that leaves, ``S -> M S + E``; a gradient goes the
-other way,
-``dS -> M^T dS + dE``. What M is depends on the op:
+other way, ``dS -> M^T dS + dE``. What M is depends on the op:
 
 * ``"kda"``: a matrix ``[HV, K, K]``; K-major states ``[HV, K, V]``, or V-major ``[HV, V, K]`` with
-    the transition transposed;
+  the transition transposed;
 * ``"ssd"``: a natural-log decay ``[nheads]``; states ``[nheads, headdim, dstate]``; its transpose
-    is itself.
+  is itself.
 
 Two segments are one, ``(M2, E2) after (M1, E1) = (M2 M1, M2 E1 + E2)``: the state part is a step of
 a fold, the transition part is ``compose``. In the backward the map of a transition is its

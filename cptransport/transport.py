@@ -139,8 +139,7 @@ class Slot:
     """A named set of parts.
 
     A slot *is* its name: buffers, counters and flags belong to the name; parts and routes may
-        change from one generation
-    to the next, alike on all ranks.
+    change from one generation to the next, alike on all ranks.
     """
 
     name: str

@@ -2,8 +2,7 @@
 """The engine protocol: how one rank computes its own segments of one op.
 
 An engine knows nothing of ranks, transports or plans. The orchestration in ``cptransport.ops``
-calls it in this order,
-with the exchange between the calls::
+calls it in this order, with the exchange between the calls::
 
     forward_local   -> publish -> (receive) -> forward_finish
     backward_local  -> publish -> (receive) -> backward_finish
@@ -18,7 +17,7 @@ Conventions shared by all engines:
   ``facts.state_dtype``. An engine whose slots are V-major (``[HV, V, K]``, transition transposed)
   says so in ``state_layout``.
 * The SSD transition is one natural-log decay per head, ``[nheads]``; the KDA transition is the
-    matrix M ``[HV, K, K]``.
+  matrix M ``[HV, K, K]``.
 
 Source: algebra of the affine boundary, ``docs/algebra.md``.
 """

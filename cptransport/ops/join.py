@@ -29,9 +29,8 @@ def join_backward(loss: Tensor, *outputs: Tensor) -> Tensor:
     """Return the loss with a zero-weight edge to the outputs of ops.
 
     The backward of a sequence-sharded op is collective: every rank must reach it. A rank whose loss
-        does not depend on the
-    op's output calls this, so that its ``backward()`` does. Values, NaN included, do not matter;
-    gradients are exact zeros.
+    does not depend on the op's output calls this, so that its ``backward()`` does. Values, NaN
+    included, do not matter; gradients are exact zeros.
 
     Args:
         loss: any tensor, a constant too.
