@@ -97,7 +97,8 @@ def carry(carrier: Carrier, move: Move, x: Tensor, method: str) -> Tensor:
     Collective: over the carrier's ranks.
     """
     outgoing = move.split(x)
-    incoming = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in move.shapes(x)]
+    with torch.inference_mode(False):  # carriers write outside the caller's inference mode
+        incoming = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape in move.shapes(x)]
     incoming[carrier.rank] = outgoing[carrier.rank]
     if carrier.world_size > 1:
         carrier.move(outgoing, incoming, method)

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cptransport.context import CPContext, alone
+from cptransport.activations import Move
+from cptransport.context import CPContext, alone, carrier_of
 from cptransport.errors import OpInputError
 from cptransport.ops.conv1d import causal_conv1d
 from cptransport.ops.heads import (
@@ -261,9 +261,10 @@ def _by_heads(mixer: Mixer, context: CPContext) -> Result:
 
 
 def _calls(context: CPContext, method: str) -> Callable[..., Exchange]:
-    def call(what: str, *moves: Any) -> Exchange:
-        text = f"plan {context.plan.digest()}"
-        return Exchange(f"{_TITLE}, {what}", context.transport, moves, method, text)  # type: ignore[arg-type]
+    carrier, text = carrier_of(context), f"plan {context.plan.digest()}"
+
+    def call(what: str, *moves: Move) -> Exchange:
+        return Exchange(f"{_TITLE}, {what}", carrier, moves, method, text)
 
     return call
 

@@ -220,6 +220,20 @@ def test_moves_are_linear_and_so_is_their_backward() -> None:
     on_ranks(body)
 
 
+def test_in_inference_mode() -> None:
+    source, target = PLANS["zigzag"], PLANS["contiguous"]
+    whole = stream(1, 40, 2)
+
+    def body(transport: Transport) -> None:
+        with torch.inference_mode():
+            x = source.shard(whole, transport.rank) + 0
+            for method in METHODS:
+                y = convert_layout(x, source, target, transport, method=method)
+                assert torch.equal(y, target.shard(whole, transport.rank))
+
+    on_ranks(body)
+
+
 def other_plan() -> Plan:
     return build_plan([0, 40], world_size=4)
 

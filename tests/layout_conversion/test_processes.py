@@ -146,7 +146,7 @@ def one_dies(ranks: Ranks, method: str) -> str:
     return "not told"
 
 
-@pytest.mark.parametrize("method", ["p2p", "a2a"])
+@pytest.mark.parametrize("method", ["p2p", pytest.param("a2a", marks=pytest.mark.slow)])
 def test_55_a_rank_that_dies(method: str) -> None:
     """Survivors raise within the limit, and end well."""
     told = run_ranks(

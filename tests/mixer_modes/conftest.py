@@ -17,7 +17,7 @@ Compare = Callable[[str, OpCase, Sequence[RankRun]], int]
 Right = Callable[[str, OpSpec], list[RankRun]]
 
 
-def slot_bytes(mode: str, case: OpCase, direction: str) -> dict[str, list[int]]:
+def slot_bytes(mode: str, case: OpCase, direction: str, composition: str) -> dict[str, list[int]]:
     """What goes through slots: all that the plan moves which the mode computes on."""
     plan = case.plan
     if mode == "all_to_all" and plan.world_size > 1:
@@ -27,7 +27,7 @@ def slot_bytes(mode: str, case: OpCase, direction: str) -> dict[str, list[int]]:
             plan.cu_seqlens, world_size=plan.world_size, padded_cu_seqlens=plan.padded_cu_seqlens
         )
         case = replace(case, plan=straight)
-    return planned_bytes(case, direction)
+    return planned_bytes(case, direction, composition)
 
 
 @pytest.fixture
@@ -37,8 +37,10 @@ def compare() -> Compare:
     def check(mode: str, case: OpCase, runs: Sequence[RankRun]) -> int:
         judged = [each for each in judge(case, runs) if each.measure != "bytes"]
         wrong = [str(each) for each in judged if not each.ok]
+        record = runs[0].record
+        assert record is not None
         for direction in ("forward", "backward"):
-            planned = slot_bytes(mode, case, direction)
+            planned = slot_bytes(mode, case, direction, record.composition)
             for rank, run in enumerate(runs):
                 expected = {part: counts[rank] for part, counts in planned.items() if counts[rank]}
                 if (found := dict(run.received[direction])) != expected:

@@ -204,6 +204,24 @@ def test_last_run_is_the_op_that_was_called(mode: str) -> None:
         assert record.composition == (mode if mode == "all_to_all" else "gather")
 
 
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_in_inference_mode(mode: str) -> None:
+    """Weights that require gradients, nothing recorded."""
+
+    def body(transport: Transport) -> Tensor:
+        given = arguments(transport)
+        given["A"] = given["A"].clone().requires_grad_()
+        given["conv1d_weight"] = given["conv1d_weight"].clone().requires_grad_()
+        with torch.inference_mode():
+            y, final = ops.mamba_split_conv1d_scan_combined(**given, load_balancing=mode)
+        assert not y.requires_grad
+        assert not final.requires_grad
+        return y.clone()
+
+    whole = CASE.plan.unshard(threads.run(body, 3, 20.0))
+    assert relative_error(whole, reference(CASE).output) < 1e-9
+
+
 def test_states_are_returned_only_when_asked() -> None:
     def body(transport: Transport, mode: str) -> None:
         given = arguments(transport)

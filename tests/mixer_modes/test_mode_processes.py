@@ -14,7 +14,7 @@ import torch
 from cptransport.testing import Ranks, run_ranks
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_random import random_spec
-from cptransport.testing.op_rank import RankRun, run_specs
+from cptransport.testing.op_rank import RankCall, RankRun, run_specs
 
 RANKS = 4
 MODES = ("permute_p2p", "permute_a2a", "all_to_all")
@@ -126,3 +126,52 @@ def test_30_49_context_parallel_groups_beside_tensor_parallel_ones(compare: Any)
             for index, group in enumerate(groups):
                 runs = [results[rank][3 * i + j][0] for rank in group]
                 compare(mode, OpCase.of(calls[f"{mode}/{index}"]), runs)
+
+
+def changing_groups(ranks: Ranks, specs: Mapping[str, Any], mode: str) -> dict[str, RankRun]:
+    """Micro-batches of two and of four ranks in flight at once."""
+    four, two = ranks.create(), ranks.create(ranks.subgroup([0, 2], [1, 3]))
+    os.environ["CULA_CP_MAMBA_LOAD_BALANCING"] = mode
+    calls = {
+        name: RankCall(transport, OpCase.of(OpSpec(**specs[name])))
+        for name, transport in {"a": two, "b": four, "c": two}.items()
+    }
+    done = {}
+    for step in ["Fa", "Fb", "Fc", "Bb", "Ba", "Bc"]:
+        if step[0] == "F":
+            calls[step[1]].forward()
+        else:
+            done[step[1]] = calls[step[1]].backward()
+    os.environ.pop("CULA_CP_MAMBA_LOAD_BALANCING")
+    return done
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_group_sizes_that_change_between_micro_batches(mode: str, compare: Any) -> None:
+    specs = {
+        name: OpSpec(
+            "mixer",
+            [0, 9, 30],
+            size,
+            layout="zigzag",
+            value_heads=8,
+            heads=2,
+            options={"chunk_size": 16},
+            optional=("initial_states",),
+            seed=size,
+        )
+        for name, size in {"a": 2, "b": 4, "c": 2}.items()
+    }
+    results = run_ranks(
+        changing_groups,
+        backend="gloo",
+        world_size=RANKS,
+        transport=False,
+        timeout_s=120.0,
+        specs={name: spec.to_json() for name, spec in specs.items()},
+        mode=mode,
+    )
+    for name, spec in specs.items():
+        groups = [[0, 2], [1, 3]] if spec.world_size == 2 else [list(range(RANKS))]
+        for group in groups:
+            compare(mode, OpCase.of(spec), [results[rank][name] for rank in group])
