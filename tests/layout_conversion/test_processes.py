@@ -23,8 +23,10 @@ from cptransport import (
     convert_layout,
     threads,
 )
+from cptransport.base import TransportBase
 from cptransport.relayout import received_rows
 from cptransport.testing import Ranks, run_ranks
+from cptransport.transports.gloo import GlooTransport
 
 RANKS = 4
 OFFSETS = [0, 5, 19, 42]
@@ -112,6 +114,61 @@ def test_49_bare_groups_and_subgroups() -> None:
         timeout_s=120.0,
         groupings=groupings,
     )
+
+
+class ByGroup(GlooTransport):
+    """A transport without a way of its own, as most are."""
+
+    _move = TransportBase._move
+
+
+def over_the_group_of_a_transport(ranks: Ranks) -> list[int]:
+    made = [ranks.create(), ranks.create(ranks.subgroup([0, 2], [1, 3]))]
+    counted = []
+    for transport in made:
+        transport.__class__ = ByGroup
+        seed = ranks.rank % 2 if transport.world_size == 2 else 7
+        moved = round_trips(transport, transport.rank, transport.world_size, seed)
+        counted.append(moved - transport.activation_bytes_received)
+    return counted
+
+
+def test_transports_without_a_way_use_their_group() -> None:
+    """The group that ``create_transport`` was given; seeds differ between the two groups."""
+    found = run_ranks(
+        over_the_group_of_a_transport, backend="gloo", world_size=RANKS, transport=False
+    )
+    assert found == [[0, 0]] * RANKS
+
+
+def one_does_not_come(ranks: Ranks, method: str) -> str:
+    source, target = plan_of("zigzag", RANKS), plan_of("contiguous", RANKS)
+    group = dist.new_group(list(range(RANKS)))
+    os.environ["CULA_CP_TIMEOUT_S"] = "1"
+    start = time.monotonic()
+    try:
+        if ranks.rank == 3:
+            time.sleep(3)
+            return "late"
+        x = torch.zeros(1, source.for_rank(ranks.rank).num_tokens, 2)
+        convert_layout(x, source, target, group, method=method)
+    except (TransportTimeoutError, PeerFailedError):
+        return "told" if time.monotonic() - start < 10 else "told late"
+    finally:
+        os.environ.pop("CULA_CP_TIMEOUT_S")
+    return "needs nobody"
+
+
+@pytest.mark.parametrize("method", ["p2p", "a2a"])
+def test_waits_over_a_bare_group_end(method: str) -> None:
+    results = run_ranks(
+        one_does_not_come, backend="gloo", world_size=RANKS, transport=False, method=method
+    )
+    assert results[3] == "late"
+    assert "told" in results[:3]
+    assert "told late" not in results
+    if method == "a2a":
+        assert results[:3] == ["told"] * 3
 
 
 def foreign_group(ranks: Ranks) -> list[str]:
