@@ -85,7 +85,7 @@ def group_store(group: Any, purpose: str) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
     group = group if group is not None else dist.group.WORLD
-    store = client_of_our_own(c10d._get_process_group_store(group))  # type: ignore[attr-defined]
+    store = client_of_our_own(c10d._get_process_group_store(group))
     key = fresh(c10d._get_process_group_name(group), purpose)
     return c10d.PrefixStore(f"cptransport/{key}", store)
 
