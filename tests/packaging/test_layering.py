@@ -23,7 +23,7 @@ PROTOCOL = ("errors", "env", "transport", "backend", "registry", "select")
 #: what stands on the protocol, lowest first: nobody reaches upwards, the rest reaches none of it
 LEVELS = ("exchange", "ops", "integrations", "testing", "bench", "demo", "cli")
 #: plans and summaries know tensors and declarations; no process group and nobody who does
-PURE = ("composition", "describe", "halo", "layouts", "plan", "summary", "volume")
+PURE = ("composition", "cost", "describe", "halo", "layouts", "plan", "summary", "volume")
 IMPURE = {"backend", "base", "context", "control", "registry", "select", "transports"}
 
 BACKEND_MAY_IMPORT = ("transport", "backend", "errors", "engines")
