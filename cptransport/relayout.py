@@ -104,8 +104,10 @@ class RowMove:
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ``send`` and ``receive`` on a device; copied once."""
         if device not in self._on_device:
-            both = (self.send, self.receive)
-            self._on_device[device] = both[0].to(device), both[1].to(device)
+            self._on_device[device] = (
+                self.send.to(device, non_blocking=True),
+                self.receive.to(device, non_blocking=True),
+            )
         return self._on_device[device]
 
 

@@ -277,4 +277,5 @@ def _owned(plan: Plan, batch: int, end: str) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=256)
 def _rows_on(plan: Plan, batch: int, end: str, rank: int, device: torch.device) -> Tensor:
-    return torch.tensor(_owned(plan, batch, end)[rank], dtype=torch.int64).to(device)
+    rows = torch.tensor(_owned(plan, batch, end)[rank], dtype=torch.int64)
+    return rows.to(device, non_blocking=True)

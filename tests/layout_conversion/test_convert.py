@@ -221,7 +221,9 @@ def test_moves_are_linear_and_so_is_their_backward() -> None:
 
 
 def test_in_inference_mode() -> None:
-    source, target = PLANS["zigzag"], PLANS["contiguous"]
+    """And what it leaves behind in caches serves gradients afterwards."""
+    source = build_plan([0, 3, 40], world_size=4, layout="zigzag")
+    target = build_plan([0, 3, 40], world_size=4)
     whole = stream(1, 40, 2)
 
     def body(transport: Transport) -> None:
@@ -230,6 +232,10 @@ def test_in_inference_mode() -> None:
             for method in METHODS:
                 y = convert_layout(x, source, target, transport, method=method)
                 assert torch.equal(y, target.shard(whole, transport.rank))
+        leaf = source.shard(whole, transport.rank).clone().requires_grad_()
+        (convert_layout(leaf, source, target, transport) ** 2).sum().backward()
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, 2 * leaf)
 
     on_ranks(body)
 

@@ -206,20 +206,27 @@ def test_last_run_is_the_op_that_was_called(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ALL_MODES)
 def test_in_inference_mode(mode: str) -> None:
-    """Weights that require gradients, nothing recorded."""
+    """Weights that require gradients, nothing recorded; a plan that nobody has used yet."""
+    case = mixer_case(cu_seqlens=[0, 31, 31 + len(mode)])
 
     def body(transport: Transport) -> Tensor:
-        given = arguments(transport)
+        given = arguments(transport, case)
         given["A"] = given["A"].clone().requires_grad_()
         given["conv1d_weight"] = given["conv1d_weight"].clone().requires_grad_()
         with torch.inference_mode():
             y, final = ops.mamba_split_conv1d_scan_combined(**given, load_balancing=mode)
         assert not y.requires_grad
         assert not final.requires_grad
+        # What it leaves behind in caches serves gradients afterwards.
+        call = RankCall(transport, case)
+        again, last = ops.mamba_split_conv1d_scan_combined(
+            **{**arguments(transport, case), **call.leaves}, load_balancing=mode
+        )
+        (again.sum() + last.sum()).backward()
         return y.clone()
 
-    whole = CASE.plan.unshard(threads.run(body, 3, 20.0))
-    assert relative_error(whole, reference(CASE).output) < 1e-9
+    whole = case.plan.unshard(threads.run(body, 3, 20.0))
+    assert relative_error(whole, reference(case).output) < 1e-9
 
 
 def test_states_are_returned_only_when_asked() -> None:
