@@ -182,14 +182,14 @@ def test_truncating_an_uneven_shard(name: str, monkeypatch: pytest.MonkeyPatch) 
         return replace(made, segments=tuple(cut))
 
     if name == "conv1d":
-        windows = conv1d._windows
+        line = conv1d._line
 
-        def cut(call: object, x: Tensor, border: Tensor) -> Iterator[tuple[slice, Tensor]]:
-            for span, window in windows(call, x, border):  # type: ignore[arg-type]
-                if span.stop <= length:
-                    yield span, window
+        def cut(*arguments: object) -> conv1d._Line:
+            made = line(*arguments)  # type: ignore[arg-type]
+            kept = made.rows < length
+            return replace(made, outputs=made.outputs[kept], rows=made.rows[kept])
 
-        monkeypatch.setattr(conv1d, "_windows", cut)
+        monkeypatch.setattr(conv1d, "_line", cut)
     else:
         monkeypatch.setattr(orchestration, "_rows", rows)
     assert "output" in names(wrong(name))
