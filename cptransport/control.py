@@ -8,7 +8,7 @@ records whenever a wait does not end at once:
 * a record of my current or an earlier step in which I did not raise myself: ``PeerFailedError``;
 * a record of a later step: ignored, the peer has given all that my step needs;
 * I raised in that step too, before staging anything: the transport stays usable once *every* rank
-    has (``settle``).
+  has (``settle``).
 
 A ``fatal`` record (raised after staging, a wait that failed, a rank that left) means that the rank
 will not go on.

@@ -12,7 +12,7 @@ Conventions shared by all engines:
 * A *segment* is a run of local rows of one sequence. Segments may have zero length; rows of no
   segment are padding: they get zero outputs and zero gradients, whatever they hold (NaN included).
 * Tables of states have one row per (segment, batch row): ``row = segment * B + b``; ``R =
-    len(segments) * B``.
+  len(segments) * B``.
 * State layout is ``[HV, K, V]`` (KDA, K-major) or ``[nheads, headdim, dstate]`` (SSD), in
   ``facts.state_dtype``. An engine whose slots are V-major (``[HV, V, K]``, transition transposed)
   says so in ``state_layout``.

@@ -5,14 +5,14 @@ It is the strictest machine that the contract allows, so that whatever runs here
 backend:
 
 * a publication is a snapshot; a staged tensor that is written after ``publish`` is an error at the
-    next ``stage``;
+  next ``stage``;
 * what a rank's ``stage`` releases (its staged and its fetched tensors of the generation before) is
-    overwritten with NaN;
+  overwritten with NaN;
 * staged and received tensors start as NaN, so rows that were not written, or that no route moved,
-    show;
+  show;
 * all ranks must stage equal slots; a rank that stages another one learns it at once;
 * ``stage`` of g waits until every destination of g-2 has released it, as a one-sided transport
-    must.
+  must.
 
 Picture, one slot, rank 0 -> rank 1::
 
