@@ -108,8 +108,7 @@ def piece_tokens(
     """Return the length at which segments are cut so that a walk of one rank fills the GPU.
 
     Cutting costs a fold and, where a segment was seeded, the columns of its transition: it pays
-        only for long spans that leave
-    most of the ``processors`` idle.
+    only for long spans that leave most of the ``processors`` idle.
     """
     columns = max(1, value_dim // min(config.walk.block, value_dim)) * 2
     walkers = max(1, heads * columns * max(1, segments))

@@ -114,8 +114,7 @@ def kda_backward_pass_kernel(
     """Walk every piece forward (programs of even axis 0) and backward (odd).
 
     BY_SEGMENT: ``p_ds_out`` has one row per segment (no segment is cut), else one per piece.
-        ``p_ds_in`` has one per segment and
-    is written by the segment's first piece.
+    ``p_ds_in`` has one per segment and is written by the segment's first piece.
     """
     CT: tl.constexpr = p_w.dtype.element_ty
     NV: tl.constexpr = V // BC

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device-side signals: how one rank tells another, through memory both can address, that data may
-be read or overwritten.
+"""Device-side signals: one rank tells another, through memory both can address, what it may do with data.
 
 Every rank has one *board* of flags at an address its peers know, int64 ``[slots, 2, N]``, N a power
 of two >= 32::
 
     board[slot, PUBLISHED, s]   written by rank s: the generation that s has published to this rank
-    board[slot, RELEASED, d]    written by rank d: the generation of this rank that d no longer
-    reads
+    board[slot, RELEASED, d]    written by rank d: the generation of this rank it no longer reads
 
 Generations are counted on the device (``counters``, int64 ``[slots]``, private), so a captured
 graph that is replayed goes on counting. Flags only grow, so a waiter asks for "at least".
@@ -21,9 +19,8 @@ Waits have a deadline on ``%globaltimer``. A wait that expires writes ``(1 + pee
 generation)`` to a word that the host can see and goes on; what it was to deliver becomes bytes
 0xFF, which are NaN in every floating-point dtype.
 
-One program waits for all peers at once: lane o polls the flag of rank o. Decisions are reductions
-    over the lanes, so they are
-uniform over the program, however far its threads drift apart.
+One program waits for all peers at once: lane o polls the flag of rank o. Decisions are
+reductions over the lanes, so they are uniform over the program, however far its threads drift apart.
 
 GPU only: Triton's interpreter has neither the scopes nor the clock.
 """

@@ -6,8 +6,7 @@ allocation, which may hold several of ours, so the offset travels with it, and a
 once per process however many regions lie in it.
 
 Order of freeing: every rank unmaps what it opened, all ranks meet, every rank frees its own. After
-    a death nothing is freed
-that a peer may still map.
+a death nothing is freed that a peer may still map.
 """
 
 from __future__ import annotations
