@@ -12,17 +12,20 @@ records whenever a wait does not end at once:
 
 A ``fatal`` record (raised after staging, a wait that failed, a rank that left) means that the rank
 will not go on.
+
+The store answers over a connection that can hang for ever, when its host is stopped or gone without
+a word; so every call of it has a limit (``ControlPlane._ask``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,6 +35,12 @@ __all__ = ["POLL_S", "ControlPlane", "creating", "fresh", "group_store"]
 
 #: How long a host wait sleeps before it looks for records of peers again.
 POLL_S = 0.02
+
+#: How long a wait lets the store answer before it looks at its own clock again, and a rank that
+#: failed lets it take the record; together less than what a wait may last beyond its limit.
+_LOOK_S, _RECORD_S = 0.4, 1.0
+
+T = TypeVar("T")
 
 _counters: dict[tuple[str, str], int] = {}
 _counters_lock = threading.Lock()
@@ -51,7 +60,7 @@ class _Record:
         return self.text.startswith(PeerFailedError.__name__)
 
 
-@contextmanager
+@contextlib.contextmanager
 def creating(attempt: str) -> Iterator[None]:
     """Count fresh keys anew, under a name that the ranks agreed on, while a backend makes its transport.
 
@@ -120,6 +129,7 @@ class ControlPlane:
         self._unsettled: int | None = None
         self._agreements = 0
         self._refreshing = threading.Lock()
+        self._asking: threading.Thread | None = None
 
     def begin_step(self) -> int:
         """Open the next step (an op's forward or backward) and return its number."""
@@ -136,11 +146,13 @@ class ControlPlane:
             self._unsettled = self.step
         text = f"{type(error).__name__}: {error}"
         record = json.dumps([self.step, self.rank, text, fatal])
-        try:
+
+        def leave() -> None:
             index = self._store.add("records", 1)
             self._store.set(f"record/{index}", record)
-        except Exception:  # the store is gone with its host; peers see the connection close
-            return
+
+        with contextlib.suppress(TransportError):  # no store: peers see the connection close
+            self._ask(leave, _RECORD_S)
 
     def leave(self, error: BaseException) -> None:
         """Leave a record that this rank will never take part again, whatever step its peers are in."""
@@ -159,7 +171,8 @@ class ControlPlane:
         if self.world_size == 1:
             return
         self._refresh()
-        for record in sorted(self._records.values(), key=lambda r: (r.step, r.follows, r.rank)):
+        records = list(self._records.values())  # a look that was given up may still add some
+        for record in sorted(records, key=lambda r: (r.step, r.follows, r.rank)):
             if record.step > self.step:
                 continue
             if record.fatal or record.step not in self._raised:
@@ -199,19 +212,18 @@ class ControlPlane:
         self._unsettled = None
 
     def _refresh(self) -> None:
-        try:
-            with self._refreshing:  # a backend's watchdog thread looks too
-                count = self._store.add("records", 0)
-                self._unread += range(self._read + 1, count + 1)
-                self._read = count
-                # A rank may have died between counting a record and writing it: never wait for one.
-                for index in [i for i in self._unread if self._store.check([f"record/{i}"])]:
-                    self._unread.remove(index)
-                    self._remember(_Record(*json.loads(self._store.get(f"record/{index}"))))
-        except Exception as error:
-            raise PeerFailedError(
-                f"the group's store is gone with the rank that hosted it: {error}"
-            ) from error
+        with contextlib.suppress(TransportTimeoutError):  # whoever waits has a clock of its own
+            self._ask(self._read_records, _LOOK_S)
+
+    def _read_records(self) -> None:
+        with self._refreshing:  # a backend's watchdog thread looks too
+            count = self._store.add("records", 0)
+            self._unread += range(self._read + 1, count + 1)
+            self._read = count
+            # A rank may have died between counting a record and writing it: never wait for one.
+            for index in [i for i in self._unread if self._store.check([f"record/{i}"])]:
+                self._unread.remove(index)
+                self._remember(_Record(*json.loads(self._store.get(f"record/{index}"))))
 
     def _remember(self, record: _Record) -> None:
         """Keep a peer's record; of several in one step the first says the cause."""
@@ -236,14 +248,13 @@ class ControlPlane:
         """
         self._agreements += 1
         prefix = f"agree/{self._agreements}"
-        try:
+
+        def give() -> None:
             self._store.set(f"{prefix}/{self.rank}", value)
             # Whoever came to the last exchange had read all of the one before: keys do not pile up.
             self._store.delete_key(f"agree/{self._agreements - 2}/{self.rank}")
-        except Exception as error:
-            raise PeerFailedError(
-                f"the group's store is gone with the rank that hosted it: {error}"
-            ) from error
+
+        self._ask(give, self.timeout_s)
         keys = [f"{prefix}/{rank}" for rank in range(self.world_size)]
         start = time.monotonic()
         pause = 0.0005
@@ -267,29 +278,65 @@ class ControlPlane:
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_S)
-        return [self._store.get(key).decode() for key in keys]
+        return self._ask(lambda: [self._store.get(key).decode() for key in keys], self.timeout_s)
 
     def note(self, key: str, value: str) -> None:
         """Leave a text of this rank under a key, in place of the one before."""
-        try:
-            self._store.set(f"note/{key}/{self.rank}", value)
-        except Exception as error:
-            raise PeerFailedError(
-                f"the group's store is gone with the rank that hosted it: {error}"
-            ) from error
+        self._ask(lambda: self._store.set(f"note/{key}/{self.rank}", value), self.timeout_s)
 
     def notes(self, key: str) -> list[str]:
-        """Return what every rank last noted under a key, in rank order; empty where nothing."""
+        """Return what every rank last noted under a key, in rank order; empty where nothing or no answer."""
         names = [f"note/{key}/{rank}" for rank in range(self.world_size)]
-        return [self._store.get(name).decode() if self._has(name) else "" for name in names]
+
+        def read() -> list[str]:
+            store = self._store
+            return [store.get(name).decode() if store.check([name]) else "" for name in names]
+
+        try:
+            return self._ask(read, _LOOK_S)
+        except TransportTimeoutError:
+            return [""] * self.world_size
 
     def _has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except Exception as error:
+        return self._ask(lambda: bool(self._store.check([key])), self.timeout_s)
+
+    def _ask(self, call: Callable[[], T], limit_s: float) -> T:
+        """Call the store on a thread of its own, since nothing ends a call that its host does not answer.
+
+        Args:
+            call: of the store; goes on when its limit has passed.
+            limit_s: how long to wait for it, and first for one before it that had no answer yet.
+
+        Raises:
+            TransportTimeoutError: the store did not answer.
+            PeerFailedError: the store is gone.
+        """
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(call())
+            except Exception as error:  # raised below
+                errors.append(error)
+
+        asking = self._asking
+        if asking is not None:
+            asking.join(limit_s)
+        if asking is None or not asking.is_alive():
+            asking = self._asking = threading.Thread(target=ask, name="cpt-store", daemon=True)
+            asking.start()
+            asking.join(limit_s)
+        if asking.is_alive():
+            raise TransportTimeoutError(
+                f"the group's store did not answer for {limit_s:g} s; is the rank that hosts it stopped?",
+                waited_s=limit_s,
+            )
+        if errors:
             raise PeerFailedError(
-                f"the group's store is gone with the rank that hosted it: {error}"
-            ) from error
+                f"the group's store is gone with the rank that hosted it: {errors[0]}"
+            ) from errors[0]
+        return answers[0]
 
 
 def wait_until(

@@ -205,7 +205,8 @@ class GlooTransport(TransportBase):
 
         def missing() -> list[int]:
             notes = self.control.notes("barrier")
-            return [rank for rank, count in enumerate(notes) if int(count or 0) < self._barriers]
+            late = [rank for rank, count in enumerate(notes) if int(count or 0) < self._barriers]
+            return [rank for rank in late if rank != self.rank]
 
         self._run(call, "barrier", None, missing)
 
@@ -317,7 +318,8 @@ class GlooTransport(TransportBase):
         except RuntimeError as error:
             self.control.check()  # a peer that left a record says more than a closed connection
             place = f" ({self._where(current)})" if current else ""
-            left = missing()
+            # Whoever has arrived at a barrier may still be the one that was lost.
+            left = missing() or [rank for rank in range(self.world_size) if rank != self.rank]
             ranks = f"rank {left[0]}" if len(left) == 1 else f"one of ranks {left}"
             raise PeerFailedError(
                 f"rank {self.rank}: {what}{place}: lost {ranks}: {error}",
