@@ -140,7 +140,7 @@ class Trial:
             reason = loaded.spec.probe(self._ranks.group, self._device)
         except BackendUnavailableError as error:
             return str(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BackendContractError(
                 f"backend {loaded.origin}: probe raised {type(error).__name__}: {error}"
             ) from error
@@ -156,7 +156,7 @@ class Trial:
             return
         try:
             lines = list(loaded.spec.advice(self._device))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BackendContractError(
                 f"backend {loaded.origin}: advice raised {type(error).__name__}: {error}"
             ) from error
@@ -176,7 +176,7 @@ class Trial:
                 )
         except CPTransportError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise BackendError(
                 f"backend {loaded.origin} failed to make its transport: {type(error).__name__}: {error}"
             ) from error

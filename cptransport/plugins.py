@@ -95,7 +95,7 @@ def import_attribute(origin: Origin) -> Any:
         return functools.reduce(getattr, attribute.split("."), module)
     except BackendContractError as error:
         raise BackendContractError(f"{origin}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a plugin may not end the process
         absent = isinstance(error, ModuleNotFoundError) and _is_within(origin.module, error.name)
         if not origin.distribution and (absent or isinstance(error, AttributeError)):
             raise BackendNotFoundError(f"{origin}: {error}") from error

@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TextIO
 
 import cptransport
-from cptransport.errors import CPTransportError
+from cptransport.errors import BackendNotFoundError, CPTransportError
 
 __all__ = ["main"]
 
@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.debug:
             raise
         print(f"cptransport {args.command}: {_one_line(error)}", file=sys.stderr)
-        wrong = isinstance(error, CPTransportError) and isinstance(error, ValueError)
+        named = isinstance(error, BackendNotFoundError)
+        wrong = named or (isinstance(error, CPTransportError) and isinstance(error, ValueError))
         return _WRONG_USAGE if wrong else _FAILED
 
 

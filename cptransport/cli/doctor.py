@@ -122,7 +122,7 @@ def _why_not(loaded: registry.LoadedBackend) -> str | None:
         reasons = [_probe(loaded, device) for device in _devices()]
     except CPTransportError as error:
         return str(error)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"broken: probe raised {type(error).__name__}: {error}"
     return None if None in reasons else reasons[0]
 
@@ -140,7 +140,7 @@ def _advice(loaded: registry.LoadedBackend) -> list[str]:
         return []
     try:
         return list(loaded.spec.advice(_devices()[0]))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [f"broken: advice raised {type(error).__name__}: {error}"]
 
 

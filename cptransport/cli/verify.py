@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> int:
     """Verify; 0: every comparison holds, 1: some do not."""
     launched = torchrun_world()
     backend, _ = env.text(env.COMM_BACKEND, args.backend)
+    env.flag(env.STRICT)  # the ranks read it; a typo is refused before any of them starts
     if launched is not None and backend != "threads":
         args.world_size = launched[1]
     specs = _specs(args)
