@@ -116,8 +116,11 @@ def _interleaved(ranks: Ranks) -> None:
         for _ in range(2):
             fast_number += 1
             exchange_all(transport, fast, fast_number)
-        for source in range(size):
-            got = transport.fetch(slow, "x", source=source)
+        held = [transport.fetch(slow, "x", source=source) for source in range(size)]
+        for _ in range(2):  # both buffers: what was fetched from one slot is no other's
+            fast_number += 1
+            exchange_all(transport, fast, fast_number)
+        for source, got in enumerate(held):
             assert_bytes(got, part, rank=source, slot="slow", generation=number)
 
 

@@ -92,6 +92,28 @@ def _publish_alone(ranks: Ranks) -> None:
             assert_bytes(got, part, rank=source, slot="alone", generation=number)
 
 
+def _publish_goes_out(ranks: Ranks) -> None:
+    """A publication reaches its destinations though the rank calls no further verb."""
+    transport = ranks.create()
+    slot = Slot("prompt", (PartSpec("x", (100,), torch.float32),))
+    for generation in range(1, 4):
+        fill(transport, slot, generation)
+        transport.publish(slot)
+        last = ranks.world_size - 1
+        if ranks.rank == last:
+            for source in range(last):
+                got = transport.fetch(slot, "x", source=source)
+                assert_bytes(got, slot.part("x"), rank=source, slot="prompt", generation=generation)
+            complete(transport, lambda: None)
+            ranks.tell(f"arrived/{generation}", "")
+        else:
+            ranks.ask(f"arrived/{generation}")
+        transport.gather(
+            slot,
+            parts={"x": [s for s in range(ranks.world_size) if ranks.rank != last or s == last]},
+        )
+
+
 def _late_barrier(ranks: Ranks, delay_s: float) -> list[tuple[float, float]]:
     """Every rank in turn is late; returns when this rank arrived and left, on the host's clock."""
     transport = ranks.create()
@@ -190,6 +212,11 @@ class OrderContract(ContractTests):
     def test_publish_does_not_wait_for_its_destinations(self, world_size: int) -> None:
         """Ranks publish one after the other, each after the one before has returned."""
         self.run(_publish_alone, world_size)
+
+    @clause("C19", "C21", ranks=2, pairwise=True)
+    def test_a_publication_needs_no_further_verb(self, world_size: int) -> None:
+        """It arrives while its rank is elsewhere."""
+        self.run(_publish_goes_out, world_size)
 
     @clause("C19", ranks=2)
     def test_fold_that_does_not_commute(self, world_size: int, figures: Figures) -> None:

@@ -159,6 +159,8 @@ def _own_error(ranks: Ranks, limit_s: float, where: str) -> None:
         return
     if where == "stage":
         error, waited = _failing(transport, lambda: _several_rounds(transport))
+    elif where == "release":
+        error, waited = _failing(transport, lambda: _sends(transport, to=[1]))
     else:
         error, waited = _failing(transport, transport.barrier)
     assert isinstance(error, PeerFailedError), error
@@ -186,6 +188,12 @@ def _errors_before_staging(ranks: Ranks, limit_s: float) -> None:
         assert isinstance(error, PeerFailedError), error
         assert "words of rank 1 alone" in str(error) or "PeerFailedError" in str(error)
     _only_close_works(transport, limit_s)
+
+
+def _sends(transport: BoundaryTransport, to: list[int]) -> None:
+    for generation in (2, 3, 4):
+        fill(transport, _SLOT, generation)
+        transport.publish(_SLOT, to=to)
 
 
 def _several_rounds(transport: BoundaryTransport) -> None:
@@ -267,7 +275,7 @@ class WaitsContract(ContractTests):
         self.run(_never_taken, world_size, limit_s=1.0)
 
     @clause("C30", ranks=2)
-    @pytest.mark.parametrize("where", ["stage", "barrier"])
+    @pytest.mark.parametrize("where", ["stage", "release", "barrier"])
     def test_an_error_of_one_rank_reaches_the_others(self, world_size: int, where: str) -> None:
         """With its text, at their next wait."""
         self.run(_own_error, world_size, limit_s=5.0, where=where)

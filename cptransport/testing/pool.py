@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
@@ -140,7 +141,13 @@ class RankPool:
             return self._run_threads(order, timeout_s)
         if not self._ranks:
             self._start()
-        results, failures = self._run_processes(order, timeout_s, dict(exits or {}))
+        try:
+            results, failures = self._run_processes(order, timeout_s, dict(exits or {}))
+        except (
+            BaseException
+        ):  # interrupted: answers to this case may still come, and none is for the next
+            self._kill()
+            raise
         if failures:
             message = self._report(order, failures)
             self._kill()
@@ -193,6 +200,8 @@ class RankPool:
             if code == exits.get(number):
                 return Answer()
             return Answer(failure=f"ended with exit code {code}")
+        except Exception:  # of a class that only the rank knows, say
+            return Answer(failure=f"its result does not load here:\n{traceback.format_exc()}")
         if number in exits and answer.failure is None:
             return Answer(failure=f"should have ended with exit code {exits[number]}")
         return answer
@@ -286,6 +295,9 @@ class RankPool:
             for rank in running:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     rank.process.wait(max(0.1, deadline - time.monotonic()))
+        for rank in self._ranks:  # what a rank that has ended left behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank.process.pid, signal.SIGKILL)
         for index, rank in enumerate(self._ranks):
             codes[index] = rank.process.returncode if codes[index] is None else codes[index]
             rank.connection.close()

@@ -51,11 +51,14 @@ def run_threads(
             answer = Answer(failure=traceback.format_exc())
         answers[ranks.rank] = answer
 
-    everything = threading.Thread(
-        target=lambda: threads.run(rank_main, world_size, order.timeout_s, device=device),
-        name="cpt-pool",
-        daemon=True,
-    )
+    def main() -> None:
+        try:
+            threads.run(rank_main, world_size, order.timeout_s, device=device)
+        except BaseException:  # before any rank started, else the ranks have answered
+            failure = Answer(failure=traceback.format_exc())
+            answers[:] = [answer or failure for answer in answers]
+
+    everything = threading.Thread(target=main, name="cpt-pool", daemon=True)
     everything.start()
     everything.join(timeout_s)
     return answers, _stacks() if everything.is_alive() else ""
