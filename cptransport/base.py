@@ -56,6 +56,7 @@ class Generation:
     Attributes:
         slot: as staged.
         number: 1, 2, ...
+        step: of the control plane when it was staged; alike on all ranks.
         staged: part name -> the buffer handed out (no autograd history).
         to: destinations of ``publish``; None before it.
         received: (part, source) -> tensor handed out, for parts with routes.
@@ -64,6 +65,7 @@ class Generation:
 
     slot: Slot
     number: int
+    step: int = 0
     staged: dict[str, Tensor] = field(default_factory=dict)
     handed: dict[str, Tensor] = field(default_factory=dict)
     to: tuple[int, ...] | None = None
@@ -147,7 +149,7 @@ class TransportBase:
             self.control.settle()
             self.control.staged = True
             previous = self._generations.get(slot.name)
-            current = Generation(slot, previous.number + 1 if previous else 1)
+            current = Generation(slot, previous.number + 1 if previous else 1, self.control.step)
             if previous is not None:
                 self._count_received(previous)
             current.staged = dict(self._stage(current, previous))

@@ -112,7 +112,10 @@ def load_engine(op: str, name: str) -> Engine:
     if served:
         raise BackendUnavailableError(f"engine {name!r} serves {' and '.join(served)}, not {op}")
     if name in _INSTALL:
-        raise BackendUnavailableError(f"engine {name!r} is not installed: {_INSTALL[name]}")
+        raise BackendUnavailableError(
+            f"engine {name!r} is not there: no installed package registers it ({_INSTALL[name]}; "
+            "a version that brings it)"
+        )
     names = ("auto", *engine_names(op), *(known for known in _INSTALL if (op, known) not in _OWN))
     broken = "".join(f"; {origin} is broken" for origin, _ in plugins.broken)
     raise BackendNotFoundError(

@@ -15,6 +15,7 @@ has a deadline.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -77,6 +78,11 @@ def create_transport(
         same words; the last two by those that waited.
     """
     ranks = Ranks.of(group)
+    if ranks.world is None and ranks.group is None and _launched_beside_others():
+        notices.warn_once(
+            "this process was launched as one of several ranks, but torch.distributed is not initialised: "
+            "the transport serves this rank alone; call torch.distributed.init_process_group first"
+        )
     try:
         transport, warning = _choose(ranks, backend, device, strict, timeout_s)
     except CPTransportError:
@@ -91,6 +97,11 @@ def create_transport(
             dispose(transport, error)
             raise
     return transport
+
+
+def _launched_beside_others() -> bool:
+    """Whether a launcher such as torchrun started this process with others."""
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "1") and "RANK" in os.environ
 
 
 def auto_candidates(world_size: int, *, in_threads: bool, on_cuda: bool) -> tuple[str, ...]:

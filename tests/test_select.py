@@ -385,3 +385,13 @@ def test_the_device_goes_by_what_the_group_talks_through(
 def test_a_cuda_device_is_taken_when_asked_for() -> None:
     with cptransport.create_transport(device="cuda") as transport:
         assert transport.device == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_a_rank_of_a_launcher_alone_is_warned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(notices, "_given", set())
+    with pytest.warns(UserWarning, match="init_process_group first"):
+        transport = cptransport.create_transport()
+    assert transport.selection.chosen == "loopback"
+    transport.close()

@@ -44,6 +44,7 @@ _CAPABILITIES = Capabilities(
 )
 
 _TAG_GENERATIONS = 256  # of one part that tags tell apart; two are under way at most
+_TAG_STEPS = 64  # op steps that tags tell apart: a rank that left a step out is not understood
 _TAG_MOVES = 1 << 30  # activations; far above what slots use
 
 _STOP_S = 1.0  # limit of waiting for a thread that has been interrupted
@@ -274,7 +275,9 @@ class GlooTransport(TransportBase):
 
     def _tag(self, current: Generation, part: PartSpec) -> int:
         lane = self._lanes[current.slot.name, part.name]
-        return 1 + lane * _TAG_GENERATIONS + current.number % _TAG_GENERATIONS
+        step = current.step % _TAG_STEPS
+        number = current.number % _TAG_GENERATIONS
+        return 1 + (lane * _TAG_GENERATIONS + number) * _TAG_STEPS + step
 
     def _post_receive(
         self, current: Generation, traffic: _Traffic, part: PartSpec, source: int

@@ -69,7 +69,9 @@ class Hub:
         self.publications: dict[
             tuple[str, int, int], _Publication
         ] = {}  # (slot, source, generation)
-        self.slots: dict[tuple[str, int], Slot] = {}  # (slot, generation) -> as first staged
+        self.slots: dict[
+            tuple[str, int], tuple[Slot, int]
+        ] = {}  # (slot, generation) -> as first staged, step
         self.stages: dict[tuple[str, int], int] = {}  # (slot, rank) -> generation
         self.arrivals = [0] * world_size  # barriers entered
         # (round, source, destination) -> activations under way
@@ -103,7 +105,12 @@ class ThreadTransport(TransportBase):
         if retired is not None:
             self._retire(retired)
         with hub.lock:
-            expected = hub.slots.setdefault((name, number), current.slot)
+            expected, step = hub.slots.setdefault((name, number), (current.slot, current.step))
+            if step != current.step:
+                raise TransportError(
+                    f"rank {self.rank} staged slot {name!r}, generation {number}, in its op step "
+                    f"{current.step}, a peer in its step {step}: some rank left a forward or a backward out (see join_backward)"
+                )
             if expected != current.slot:
                 raise TransportError(
                     f"rank {self.rank} staged slot {name!r}, generation {number}, with other parts than its peers: "
