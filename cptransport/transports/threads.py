@@ -109,7 +109,8 @@ class ThreadTransport(TransportBase):
             if step != current.step:
                 raise TransportError(
                     f"rank {self.rank} staged slot {name!r}, generation {number}, in its op step "
-                    f"{current.step}, a peer in its step {step}: some rank left a forward or a backward out (see join_backward)"
+                    f"{current.step}, a peer in its step {step}: some rank left a forward or a "
+                    "backward out (see join_backward)"
                 )
             if expected != current.slot:
                 raise TransportError(
