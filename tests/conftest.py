@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
+
+# A shell that runs the tests in the background ignores Ctrl-C for them, and tests are about it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
