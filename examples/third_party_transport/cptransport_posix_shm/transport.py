@@ -172,6 +172,7 @@ class SharedMemoryTransport(TransportBase):
             try:
                 file = os.open(path, os.O_RDWR | (os.O_CREAT if rank == self.rank else 0), 0o600)
             except FileNotFoundError as error:
+                self.control.check()  # who left, and why, is on record more often than not
                 raise PeerFailedError(
                     f"rank {rank} left and took its memory along", peer=rank
                 ) from error
