@@ -93,7 +93,7 @@ def test_a_pool_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
         (("kda", "--cu-seqlens", "0,5,3"), 2, "PlanError"),
         (("kda", "--world-size", "0"), 2, "world_size"),
         (("kda", "--batch", "2", "--backend", "threads"), 2, "B = 1"),
-        (("kda", "--engine", "tritn", "--backend", "threads"), 3, "tritn"),
+        (("kda", "--engine", "tritn", "--backend", "threads"), 2, "tritn"),
         (("conv1d", "--width", "0", "--backend", "threads"), 2, "width must be at least 1"),
     ],
 )
