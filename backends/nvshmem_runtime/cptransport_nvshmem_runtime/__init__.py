@@ -85,12 +85,16 @@ def create(
         barrier: order by one barrier per exchange rather than by signals.
 
     Raises:
-        BackendUnavailableError: alike on all ranks: too many ranks, NVSHMEM does not start or
-            serves others, the heap is too small, or peers' memory is not addressable.
+        BackendUnavailableError: this process lacks what NVSHMEM needs; or, alike on all ranks: too
+            many ranks, NVSHMEM does not start or serves others, the heap is too small, or peers'
+            memory is not addressable.
     """
+    device = torch.device(device)
+    reason = missing(device)
+    if reason is not None:
+        raise BackendUnavailableError(reason)
     from cptransport_nvshmem_runtime.runtime import acquire
 
-    device = torch.device(device)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     world_size = dist.get_world_size(group)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cptransport.backend import BackendSpec
-from cptransport.errors import BackendUnavailableError
 from cptransport.transport import BoundaryTransport, Capabilities
 from cptransport_nvshmem_runtime import advice, create, missing
 
@@ -32,9 +31,6 @@ def _probe(group: Any, device: torch.device) -> str | None:
 def _create(
     group: Any, device: torch.device, timeout_s: float, **options: Any
 ) -> BoundaryTransport:
-    reason = missing(torch.device(device))
-    if reason is not None:
-        raise BackendUnavailableError(reason)
     return create("nvshmem_signal", group, device, timeout_s, _CAPABILITIES, barrier=False)
 
 
