@@ -38,7 +38,7 @@ def one_raises(transport: BoundaryTransport) -> None:
 
 def one_hangs_deep_inside(ranks: Ranks) -> None:
     if ranks.rank == 1:
-        threading.Event().wait()
+        threading.Event().wait(20)  # as a thread it outlives its test; not the test run, though
 
 
 def one_leaves(ranks: Ranks, code: int) -> int:
