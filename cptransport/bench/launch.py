@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cptransport.errors import BackendUnavailableError
 from cptransport.testing.pool import CaseError, close_pools, pool
 from cptransport.testing.ranks import Ranks, run_case
 
@@ -54,7 +55,10 @@ def on_ranks(
 
     Raises:
         CaseError: the case raised or did not end on some rank.
+        BackendUnavailableError: ``"cuda"``, and torch sees no CUDA device.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError("torch sees no CUDA device")
     if torchrun_world() is not None and backend != "threads":
         return _in_place(case, backend, device, timeout_s / 4, kwargs)
     return pool(backend, world_size, ranks_per_device, device=device).run(

@@ -13,26 +13,16 @@ import re
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, distributions, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import cptransport
 from cptransport.registry import BACKENDS_GROUP
+from cptransport.versions import versions
 
 __all__ = ["git_state", "machine", "sm_mhz", "software"]
-
-#: Field of the software block -> distributions that provide it, the first that is installed counts.
-_DISTRIBUTIONS = {
-    "triton": ("triton", "pytorch-triton"),
-    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12", "nvshmem4py-cu13", "nvshmem4py-cu12"),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-    "fla": ("flash-linear-attention", "fla-core"),
-    "mamba_ssm": ("mamba-ssm",),
-}
 
 
 def _output(*command: str, directory: Path | None = None) -> str | None:
@@ -61,45 +51,15 @@ def git_state() -> dict[str, Any]:
 
 def software() -> dict[str, Any]:
     """Return versions of all that takes part, and of every distribution that registers a backend."""
-    on_cuda = torch.cuda.is_available()
+    found = versions()
+    frontend, python_bindings = found.pop("cudnn_frontend"), found.pop("nvshmem4py")
+    cudnn = [found["cudnn"], frontend and f"frontend {frontend}"]
     return {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cptransport": cptransport.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": _nccl() if on_cuda else None,
-        "cudnn": _cudnn(),
-        **{name: _installed(names) for name, names in _DISTRIBUTIONS.items()},
+        **found,
+        "cudnn": ", ".join(part for part in cudnn if part) or None,
+        "nvshmem": found["nvshmem"] or python_bindings,
         "backends": _backends(),
     }
-
-
-def _installed(names: Sequence[str]) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def _nccl() -> str | None:
-    try:
-        return ".".join(str(number) for number in torch.cuda.nccl.version())
-    except (AttributeError, RuntimeError):
-        return None
-
-
-def _cudnn() -> str | None:
-    """Version of the library that torch has, and of the frontend."""
-    parts = []
-    library = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-    if library:
-        parts.append(str(library))
-    frontend = _installed(["nvidia-cudnn-frontend"])
-    if frontend:
-        parts.append(f"frontend {frontend}")
-    return ", ".join(parts) or None
 
 
 def _backends() -> dict[str, str]:

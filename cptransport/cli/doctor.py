@@ -7,32 +7,21 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-import cptransport
 from cptransport import env, registry
 from cptransport.errors import BackendError, BackendUnavailableError, CPTransportError, EnvVarError
 from cptransport.select import auto_candidates
+from cptransport.versions import versions
 
 __all__ = ["add_parser", "examine", "run"]
 
 #: Variables shown beside our own, by how their names start.
 _PREFIXES = (env.PREFIX, "CUDA_VISIBLE_DEVICES", "GLOO_", "NCCL_", "NVSHMEM_", "TORCH_", "TRITON_")
-#: Where each version comes from when torch does not say it: distributions, the first that is installed.
-_DISTRIBUTIONS = {
-    "triton": ("triton", "pytorch-triton", "triton-windows"),
-    "nvshmem": ("nvidia-nvshmem-cu13", "nvidia-nvshmem-cu12"),
-    "nvshmem4py": ("nvshmem4py-cu13", "nvshmem4py-cu12"),
-    "cudnn": ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"),
-    "cudnn_frontend": ("nvidia-cudnn-frontend",),
-    "cupy": ("cupy-cuda13x", "cupy-cuda12x", "cupy"),
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -167,31 +156,8 @@ def _auto(rows: dict[str, dict[str, Any]]) -> tuple[str | None, str]:
 
 
 def _versions() -> dict[str, str | None]:
-    nccl: Any = torch.cuda.nccl  # neither has types
-    cudnn: Any = torch.backends.cudnn
-    found: dict[str, str | None] = {
-        "cptransport": cptransport.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": None,
-    }
-    for name, distributions in _DISTRIBUTIONS.items():
-        found[name] = next((v for v in map(_installed, distributions) if v), None)
-    if torch.distributed.is_available() and torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, nccl.version()))
-    if (number := cudnn.version()) is not None:
-        found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {**versions(), **gpu}
 
 
 def _problems() -> list[str]:

@@ -152,26 +152,13 @@ def _distribution(backend: str) -> str | None:
     for entry in importlib.metadata.entry_points(group="cptransport.backends"):
         if entry.name == backend and entry.dist is not None:
             return f"{entry.dist.name} {entry.dist.version}"
-    return None if ":" in backend else f"cptransport {_version('cptransport')}"
+    return None if ":" in backend else f"cptransport {_versions()['cptransport']}"
 
 
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _versions() -> Mapping[str, str | None]:
+    from cptransport.versions import versions
 
-
-def _versions() -> Mapping[str, str]:
-    import torch
-
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "cptransport": _version("cptransport"),
-        "pytest": pytest.__version__,
-    }
+    return {**versions(), "pytest": pytest.__version__}
 
 
 def _machine() -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from cptransport import exchange, merge
 from cptransport.cli import main
@@ -105,6 +106,16 @@ def test_what_cannot_be_verified_is_one_line(
     assert not out
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_cuda_without_a_device_is_said_before_ranks_start(
+    backend: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err = verified(capsys, "kda", "--device", "cuda", "--backend", backend)
+    assert code == 3
+    assert err == "cptransport verify: BackendUnavailableError: torch sees no CUDA device\n"
 
 
 def test_wrong_names_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
