@@ -3,21 +3,28 @@
 
 Modes: ``merge`` is the whole step; ``publish_fetch`` is its synchronisation and movement alone;
 ``fold`` is its computation alone, the same exchange on recorded summaries. Eager times begin when
-the summaries are written; a captured step holds staging and writing too (option ``region``).
+the summaries are written; a captured step holds staging and writing too (option ``region``). Beside
+every backend, on its ranks, the baseline: one all-gather of ``torch.distributed`` and the same fold.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
-
-import torch
 
 from cptransport.bench.boundary_data import Settings, Variant, variants
 from cptransport.bench.boundary_rank import boundary_rank
 from cptransport.bench.cases import Case, Measured, Progress, positive
-from cptransport.bench.launch import CaseError, on_ranks, torchrun_world
+from cptransport.bench.launch import (
+    CaseError,
+    Placement,
+    close_ranks,
+    on_ranks,
+    placement,
+    shared_gpu,
+    torchrun_world,
+)
 from cptransport.bench.rows import Outcome, Subject, row
 from cptransport.composition import COMPOSITIONS, DIRECTIONS
 from cptransport.layouts import LAYOUTS
@@ -56,10 +63,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--composition", action="append", choices=COMPOSITIONS, help="default: all of them"
     )
     parser.add_argument("--direction", action="append", choices=DIRECTIONS, help="default: forward")
+    parser.add_argument(
+        "--no-baseline",
+        action="store_true",
+        help="leave out torch.distributed's all-gather with the same fold, which runs beside each backend",
+    )
 
 
 def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
-    ranks = _placement(args)
+    ranks = placement(args)
     world_size = ranks.world_size
     if world_size < 2:
         raise ValueError("bench boundary needs at least 2 ranks: one rank has no boundary")
@@ -74,6 +86,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         sequences=args.sequences,
         compositions=tuple(dict.fromkeys(args.composition or COMPOSITIONS)),
         directions=tuple(dict.fromkeys(args.direction or ["forward"])),
+        baseline=not args.no_baseline,
         warmup=args.warmup,
         iterations=args.iterations,
         cold=args.l2 == "cold",
@@ -84,12 +97,14 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     outcomes: dict[str, list[list[Outcome]]] = {
         backend: [[Outcome() for _ in chosen] for _ in range(world_size)] for backend in backends
     }
-    for repeat in range(args.repeats):
-        for number, backend in enumerate(backends):
+    turns = [(repeat, backend) for repeat in range(args.repeats) for backend in backends]
+    with shared_gpu(ranks):
+        for number, (repeat, backend) in enumerate(turns):
             if backend in ended:
                 continue
-            done = (repeat + number / len(backends)) / args.repeats
-            progress(f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", done)
+            progress(
+                f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", number / len(turns)
+            )
             try:
                 found = _repeat(args, backend, ranks, settings)
             except CaseError as error:  # its row says so; another repeat would wait as long again
@@ -98,6 +113,8 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
             for rank, of_rank in enumerate(found):
                 for outcome, later in zip(outcomes[backend][rank], of_rank, strict=True):
                     outcome.add(later)
+            if ranks.shared and len(backends) > 1:
+                close_ranks()  # shares of the GPU must not add up to more than all of it
     rows = [
         row(
             _subject(settings, variant, backend, world_size),
@@ -122,35 +139,14 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     )
 
 
-@dataclass(frozen=True)
-class _Placement:
-    """How many ranks run, and on what."""
-
-    world_size: int
-    per_device: int
-    gpus_used: int
-
-
-def _placement(args: argparse.Namespace) -> _Placement:
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    launched = torchrun_world()
-    world_size = args.world_size or (gpus if gpus in (2, 3) else 4)
-    if launched is not None:
-        world_size = launched[1]
-    if gpus == 0:
-        return _Placement(world_size, 1, 0)
-    per_device = args.ranks_per_device or -(-world_size // gpus)
-    return _Placement(world_size, per_device, min(gpus, -(-world_size // per_device)))
-
-
-def _default_backends(device: str, ranks: _Placement) -> list[str]:
+def _default_backends(device: str, ranks: Placement) -> list[str]:
     if device == "cuda":
         return ["nccl" if ranks.per_device == 1 else "gloo"]
     return ["gloo"] if torchrun_world() else ["threads", "gloo"]
 
 
 def _repeat(
-    args: argparse.Namespace, backend: str, ranks: _Placement, settings: Settings
+    args: argparse.Namespace, backend: str, ranks: Placement, settings: Settings
 ) -> list[list[Outcome]]:
     """Return one repeat's outcomes, by rank and variant."""
     return on_ranks(
@@ -178,6 +174,8 @@ def _last_line(text: str | None) -> str | None:
 def _subject(settings: Settings, variant: Variant, backend: str, world_size: int) -> Subject:
     plan = settings.plan(world_size)
     options: dict[str, Any] = {"layout": settings.layout}
+    if variant.baseline:
+        options["beside"] = backend
     message = None
     if variant.mode != "barrier":
         options["composition"] = variant.composition
@@ -190,7 +188,8 @@ def _subject(settings: Settings, variant: Variant, backend: str, world_size: int
         case="boundary",
         op=settings.op,
         mode=variant.mode,
-        provider=backend,
+        provider="all_gather" if variant.baseline else backend,
+        baseline=variant.baseline,
         timer=variant.timer,
         world_size=world_size,
         dtype=settings.dtype,

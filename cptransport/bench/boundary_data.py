@@ -27,6 +27,7 @@ class Settings:
         op: ``"kda"`` or ``"ssd"``. heads, key_dim, value_dim: of its states.
         dtype: of the summaries. layout, sequences: of the plan.
         compositions, directions: what is measured.
+        baseline: measure ``torch.distributed``'s all-gather with the same fold, too.
         warmup, iterations, cold: see ``Budget``. seed: of the summaries.
     """
 
@@ -39,6 +40,7 @@ class Settings:
     sequences: int
     compositions: tuple[str, ...]
     directions: tuple[str, ...]
+    baseline: bool
     warmup: int
     iterations: int
     cold: bool
@@ -63,12 +65,19 @@ class Settings:
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to measure on a backend; ``barrier`` has neither composition nor direction."""
+    """One thing to measure on a backend; ``barrier`` has neither composition nor direction.
+
+    Attributes:
+        mode, timer: of its row.
+        composition, direction: of the exchange.
+        baseline: not the backend, but ``torch.distributed``'s all-gather and the same fold.
+    """
 
     mode: str
     timer: str
     composition: str = ""
     direction: str = ""
+    baseline: bool = False
 
 
 def variants(settings: Settings, device: str) -> list[Variant]:
@@ -84,6 +93,11 @@ def variants(settings: Settings, device: str) -> list[Variant]:
                 for timer in [*eager, "graph_replay"]
                 for mode in ["merge", *apart]
             ]
+        chosen += [
+            Variant("merge", timer, "gather", direction, baseline=True)
+            for timer in [*eager, "graph_replay"]
+            if settings.baseline
+        ]
     return chosen
 
 

@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from cptransport.bench.boundary_baseline import AllGather
 from cptransport.bench.boundary_data import (
     Settings,
     Variant,
@@ -97,6 +99,7 @@ class _Boundary:
         self.local = self.plan.owned(transport.rank)
         self._replays: dict[tuple[str, str], tuple[RecordedTransport, Tensor]] = {}
         self._barriers = 0
+        self._all_gather = AllGather(transport.device) if dist.is_initialized() else None
 
     def ready(self, variant: Variant, outcome: Outcome) -> Series | None:
         """Check a variant and return what to measure; what fails or cannot be goes into the outcome."""
@@ -132,10 +135,19 @@ class _Boundary:
             return "CUDA graphs need a CUDA device"
         if variant.mode == "fold":  # moves nothing
             return None
+        if variant.baseline:
+            return self._baseline_refusal(variant)
         if variant.timer == "graph_replay" and not claimed.cuda_graph:
             return f"transport {name} lacks the capability cuda_graph"
         if variant.timer == "cuda_event" and claimed.host_staged:
             return f"transport {name} works on the host (host_staged); events on a stream miss it"
+        return None
+
+    def _baseline_refusal(self, variant: Variant) -> str | None:
+        if self._all_gather is None:
+            return "these ranks have no torch.distributed"
+        if self.transport.device.type == "cuda" and not dist.is_nccl_available():
+            return "this torch was built without NCCL"
         return None
 
     def _timer(self, name: str) -> Timer:
@@ -150,13 +162,17 @@ class _Boundary:
             return Body(self.transport.barrier, align=self.transport.barrier)
         if variant.mode == "publish_fetch":
             return self._publish_fetch(variant.direction)
+        if variant.baseline:
+            assert self._all_gather is not None
+            return self._merge(variant, self._all_gather)
         if variant.mode == "merge":
             return self._merge(variant, self.transport)
         replay, _ = self._replay(variant)
         return self._merge(variant, replay)
 
-    def _merge(self, variant: Variant, transport: BoundaryTransport) -> Body:
+    def _merge(self, variant: Variant, transport: BoundaryTransport | AllGather) -> Body:
         """Publish, and return the states that enter this rank's segments."""
+        over: Any = transport  # an exchange of gathers needs no more than these have in common
         wire = Wire(
             op=self.settings.op,
             parts=self.parts,
@@ -168,7 +184,7 @@ class _Boundary:
         exchange: list[Exchange] = []
 
         def prepare() -> None:
-            exchange[:] = [begin(wire, self.plan, transport, variant.direction)]
+            exchange[:] = [begin(wire, self.plan, over, variant.direction)]
             self._write(exchange[0])
 
         def timed() -> Tensor:
@@ -224,13 +240,20 @@ class _Boundary:
             outcome.max_abs_err = 0.0
             return
         _once(body)  # then both buffers of the slot exist, as a capture wants it
-        before = self.transport.stats().bytes_received
+        before = self._received(variant)
         result = _once(body)
-        received = self.transport.stats().bytes_received - before
+        received = self._received(variant) - before
         outcome.max_abs_err = self._judge(variant, result)
         if variant.mode != "fold":
             outcome.bytes_received = received
-            self._verify_bytes(variant, outcome)
+            if not variant.baseline:
+                self._verify_bytes(variant, outcome)
+
+    def _received(self, variant: Variant) -> int:
+        if variant.baseline:
+            assert self._all_gather is not None
+            return self._all_gather.bytes_received
+        return self.transport.stats().bytes_received
 
     def _judge(self, variant: Variant, result: Any) -> float:
         """Return the largest error of what a body returned; raise if it is wrong."""

@@ -3,22 +3,40 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import itertools
 import os
 import pickle
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cptransport.errors import BackendUnavailableError
+from cptransport.launch import (
+    MpsDaemon,
+    MpsUnavailableError,
+    daemon_environment,
+    sharing_environment,
+)
 from cptransport.testing.pool import CaseError, close_pools, pool
 from cptransport.testing.ranks import Ranks, run_case
 
-__all__ = ["CaseError", "close_ranks", "on_ranks", "torchrun_world"]
+__all__ = [
+    "CaseError",
+    "Placement",
+    "close_ranks",
+    "on_ranks",
+    "placement",
+    "shared_gpu",
+    "torchrun_world",
+]
 
+_MPS = "CUDA_MPS_PIPE_DIRECTORY"
 _calls = itertools.count()
 
 
@@ -27,6 +45,72 @@ def torchrun_world() -> tuple[int, int] | None:
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How many ranks run, and on what.
+
+    Attributes:
+        world_size: ranks. per_device: how many share a GPU. gpus_used: by all of them.
+    """
+
+    world_size: int
+    per_device: int
+    gpus_used: int
+
+    @property
+    def shared(self) -> bool:
+        """Whether all ranks are on one GPU."""
+        return self.gpus_used > 0 and self.per_device > 1
+
+
+def placement(args: argparse.Namespace, world_size: int | None = None) -> Placement:
+    """Return where the ranks of a bench go.
+
+    Args:
+        args: with ``device``, ``world_size`` and ``ranks_per_device``.
+        world_size: default of ``args.world_size``; None: 4, with 2 or 3 GPUs one each.
+
+    Raises:
+        ValueError: ranks would share several GPUs.
+    """
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    launched = torchrun_world()
+    ranks = args.world_size or world_size or (gpus if gpus in (2, 3) else 4)
+    if launched is not None:
+        ranks = launched[1]
+    if gpus == 0:
+        return Placement(ranks, 1, 0)
+    per_device = args.ranks_per_device or (1 if gpus >= ranks else ranks)
+    if per_device not in (1, ranks):
+        raise ValueError(
+            f"--ranks-per-device must be 1 or all {ranks} ranks, got {per_device}: ranks share one "
+            "GPU or none"
+        )
+    return Placement(ranks, per_device, 1 if per_device > 1 else ranks)
+
+
+@contextlib.contextmanager
+def shared_gpu(where: Placement) -> Iterator[None]:
+    """Have a private MPS daemon in the block if ranks share a GPU and nobody has started one."""
+    if not where.shared or _MPS in os.environ or torchrun_world() is not None:
+        yield
+        return
+    try:
+        daemon = MpsDaemon(daemon_environment())
+    except MpsUnavailableError as error:
+        warnings.warn(f"no MPS, ranks take turns on the GPU: {error}", stacklevel=3)
+        yield
+        return
+    with daemon:
+        os.environ.update(daemon.environment)
+        try:
+            yield
+        finally:
+            close_pools()
+            for name in daemon.environment:
+                del os.environ[name]
 
 
 def on_ranks(
@@ -55,13 +139,13 @@ def on_ranks(
 
     Raises:
         CaseError: the case raised or did not end on some rank.
-        BackendUnavailableError: ``"cuda"``, and torch sees no CUDA device.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise BackendUnavailableError("torch sees no CUDA device")
     if torchrun_world() is not None and backend != "threads":
         return _in_place(case, backend, device, timeout_s / 4, kwargs)
-    return pool(backend, world_size, ranks_per_device, device=device).run(
+    env = None
+    if device == "cuda" and ranks_per_device > 1:
+        env = sharing_environment(ranks_per_device, mps=_MPS in os.environ)
+    return pool(backend, world_size, ranks_per_device, device=device, env=env).run(
         case, timeout_s=timeout_s, transport_timeout_s=timeout_s / 4, transport=False, **kwargs
     )
 

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cptransport.bench.baselines import BASELINES
-from cptransport.bench.cases import Measured, Progress, positive
-from cptransport.bench.layer_stage import LayerOp, Provider, Stage, check
+from cptransport.bench.cases import Measured, Progress
+from cptransport.bench.layer_stage import LayerOp, Provider, Setup, Stage, check
 from cptransport.bench.memory import describe, peak_bytes
 from cptransport.bench.rows import Outcome, Subject, row
 from cptransport.bench.timing import (
@@ -35,33 +34,21 @@ from cptransport.bench.timing import (
 )
 from cptransport.ops import last_run
 
-__all__ = ["add_layer_arguments", "measure_layer"]
+__all__ = ["measure_layers"]
 
 _MODES = ("fwd", "fwd_bwd")
-
-
-def add_layer_arguments(parser: argparse.ArgumentParser, op: str) -> None:
-    """Add the options that whole-op benches share."""
-    parser.add_argument("--tokens", type=positive, default=4096, help="local (default 4096)")
-    parser.add_argument(
-        "--world-size", type=positive, default=4, help="ranks recorded, at least 3 (default 4)"
-    )
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16", "float64"), default="float32"
-    )
-    parser.add_argument("--engine", help="default: CULA_CP_ENGINE, else auto")
-    parser.add_argument(
-        "--baseline",
-        action="append",
-        choices=list(BASELINES[op]),
-        help="a peer, without CP; may be given several times",
-    )
+_VERIFICATION = (
+    "all ranks against the own unsharded op; the interior rank alone against its run among all, bytes "
+    "against plan.volume; without CP against the torch engine in fp64; peers with CP against the "
+    "interior rank: output and every gradient, largest error over largest value"
+)
 
 
 @dataclass
 class _Entry:
     """One row in the making."""
 
+    stage: Stage
     provider: Provider
     mode: str
     timer: str
@@ -69,42 +56,69 @@ class _Entry:
     series: Series | None = None
 
 
-def measure_layer(layer: LayerOp, args: argparse.Namespace, progress: Progress) -> Measured:
-    """Measure an op; see the module docstring."""
+def measure_layers(
+    layers: Sequence[LayerOp], args: argparse.Namespace, progress: Progress
+) -> Measured:
+    """Measure an op in several configurations, one after the other; see the module docstring."""
     if args.world_size < 3:
         raise ValueError("an interior rank needs at least 3 ranks")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
-    stage = Stage(layer, args, device)
-    progress(f"{layer.case}: all ranks, the unsharded op, and a reference in fp64", 0.0)
-    own = stage.own()
-    entries: list[_Entry] = []
-    for provider in [*own, *stage.peers(own[-1])]:
-        progress(f"{layer.case}: checking {provider.name}", 0.0)
-        entries += _entries(stage, provider)
-    # Rows of one mode and timer together, so that iterations go round the providers.
-    entries.sort(key=lambda entry: (entry.timer, entry.mode))
-    running = [entry.series for entry in entries if entry.series is not None]
-    budget = Budget(args.warmup, args.iterations, args.l2 == "cold")
-    for repeat in range(args.repeats):
-        progress(f"{layer.case}: repeat {repeat + 1} of {args.repeats}", repeat / args.repeats)
-        measure(running, budget, device=device)
+    setup = Setup(args.world_size, args.dtype, args.seed, args.timeout_s)
+    rows = []
+    for number, layer in enumerate(layers):
+
+        def step(
+            text: str, done: float = 0.0, number: int = number, layer: LayerOp = layer
+        ) -> None:
+            where = f"{layer.case} {number + 1} of {len(layers)}"
+            progress(f"{where}: {text}", (number + done) / len(layers))
+
+        rows += _measure(Stage(layer, setup, device), args, step)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     bound = None
     if args.bandwidth_gbytes_s:
         bound = (
             f"inputs, output and gradients moved once per pass at {args.bandwidth_gbytes_s:g} GB/s"
         )
     return Measured(
-        [_row(stage, entry) for entry in entries],
+        rows,
         world_size=1,
         gpus_used=int(device.type == "cuda"),
-        interleaving="providers, modes and timers by iteration",
-        input_distribution=layer.distribution,
-        verification="all ranks against the own unsharded op; the interior rank alone against its run "
-        "among all, bytes against plan.volume; without CP against the torch engine in fp64: output and "
-        "every gradient, largest error over largest value",
+        interleaving="providers, modes and timers by iteration; configurations one after the other",
+        input_distribution=layers[0].distribution,
+        verification=_VERIFICATION,
         bound=bound,
         peak_memory=describe(device),
     )
+
+
+def _measure(
+    stage: Stage, args: argparse.Namespace, step: Callable[..., None]
+) -> list[dict[str, Any]]:
+    """Check all providers of a configuration, measure them in turn, and return their rows."""
+    providers: list[Provider] = []
+    for engine in dict.fromkeys(args.engine or [None]):
+        step(f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})")
+        providers += stage.own(engine, [False, True] if args.overlap else [False])
+    shape = f"{stage.layer.tokens}x{stage.layer.shape['HV']}"
+    for name in dict.fromkeys(args.baseline or []):
+        if args.baseline_shape and shape not in args.baseline_shape:
+            continue
+        step(f"preparing {name}")
+        providers += stage.peers(name, providers[0], args.baseline_limit_s)
+    entries: list[_Entry] = []
+    for provider in providers:
+        step(f"checking {provider.name}")
+        entries += _entries(stage, provider)
+    # Rows of one mode and timer together, so that iterations go round the providers.
+    entries.sort(key=lambda entry: (entry.timer, entry.mode))
+    running = [entry.series for entry in entries if entry.series is not None]
+    budget = Budget(args.warmup, args.iterations, args.l2 == "cold")
+    for repeat in range(args.repeats):
+        step(f"repeat {repeat + 1} of {args.repeats}", repeat / args.repeats)
+        measure(running, budget, device=stage.device)
+    return [_row(entry, args.bandwidth_gbytes_s) for entry in entries]
 
 
 class _Runs:
@@ -141,17 +155,18 @@ def _entries(stage: Stage, provider: Provider) -> list[_Entry]:
     """Check a provider and return its rows to be."""
     if provider.absent is not None:
         reason = Outcome(skipped=provider.absent)
-        return [_Entry(provider, mode, "perf_counter", replace(reason)) for mode in _MODES]
+        return [_Entry(stage, provider, mode, "perf_counter", replace(reason)) for mode in _MODES]
     runs = _Runs(stage, provider)
     entries = []
     for mode in _MODES:
         call = getattr(runs, mode)
         outcome = Outcome(error=provider.failed) if provider.failed else _verify(runs, mode, call)
-        if outcome.error is None:
+        good = outcome.error is None and outcome.skipped is None
+        if good:
             outcome.peak_mem_bytes = peak_bytes(call, stage.device)
-        for timer in _timers(stage.device):
-            entry = _Entry(provider, mode, timer, replace(outcome))
-            if outcome.error is None:
+        for timer in _timers(stage.device, own=provider.name.startswith("cptransport")):
+            entry = _Entry(stage, provider, mode, timer, replace(outcome))
+            if good:
                 _arm(entry, runs, call, stage.device)
             entries.append(entry)
     return entries
@@ -160,9 +175,20 @@ def _entries(stage: Stage, provider: Provider) -> list[_Entry]:
 def _verify(runs: _Runs, mode: str, call: Callable[[], list[Tensor]]) -> Outcome:
     outcome, provider = Outcome(), runs.provider
     transport = provider.transport
+    ours = provider.name.startswith("cptransport")
     try:
         before = transport.stats().bytes_received if transport else 0
-        outcome.max_abs_err = runs.check(call())
+        results = call()
+        ran = last_run()
+        if ours and ran is not None:
+            provider.options["engine"] = provider.engine or ran.engine
+            if transport is not None:
+                provider.options["composition"] = ran.composition
+            if provider.engine not in (None, ran.engine):
+                reasons = [why for name, why in ran.reasons if name == provider.engine]
+                outcome.skipped = f"engine {provider.engine} cannot serve: {'; '.join(reasons)}"
+                return outcome
+        outcome.max_abs_err = runs.check(results)
         if transport is not None:
             outcome.bytes_expected = provider.volume[mode]
             outcome.bytes_received = transport.stats().bytes_received - before
@@ -172,11 +198,8 @@ def _verify(runs: _Runs, mode: str, call: Callable[[], list[Tensor]]) -> Outcome
                 )
     except Exception as error:
         outcome.error = _text(error)
-    ran = last_run()
-    if provider.name.startswith("cptransport") and ran is not None:
-        provider.options["engine"] = ran.engine
-        if transport is not None:
-            provider.options["composition"] = ran.composition
+        if ours and provider.engine:
+            provider.options["engine"] = provider.engine
     return outcome
 
 
@@ -199,14 +222,15 @@ def _arm(
     entry.series = Series(_timer(entry.timer, device), body)
 
 
-def _row(stage: Stage, entry: _Entry) -> dict[str, Any]:
-    args, layer, provider, outcome = stage.args, stage.layer, entry.provider, entry.outcome
+def _row(entry: _Entry, bandwidth_gbytes_s: float | None) -> dict[str, Any]:
+    stage, provider, outcome = entry.stage, entry.provider, entry.outcome
+    layer = stage.layer
     if entry.series is not None:
         outcome.error = outcome.error or entry.series.error
         outcome.samples_us = [] if outcome.error else entry.series.samples_us
         if isinstance(entry.series.timer, Profiler):
             outcome.kernels = entry.series.timer.kernels
-    tokens = {"T_global": args.tokens * provider.world_size, "T_local": args.tokens, "N": 1}
+    tokens = {"T_global": layer.tokens * provider.world_size, "T_local": layer.tokens, "N": 1}
     subject = Subject(
         case=layer.case,
         op=layer.op,
@@ -214,7 +238,7 @@ def _row(stage: Stage, entry: _Entry) -> dict[str, Any]:
         provider=provider.name,
         timer=entry.timer,
         world_size=provider.world_size,
-        dtype=args.dtype,
+        dtype=stage.setup.dtype,
         shape={**layer.shape, **tokens},
         baseline=provider.baseline,
         options={**layer.options, **provider.options},
@@ -222,9 +246,9 @@ def _row(stage: Stage, entry: _Entry) -> dict[str, Any]:
     return row(
         subject,
         [outcome],
-        bandwidth_gbytes_s=args.bandwidth_gbytes_s,
+        bandwidth_gbytes_s=bandwidth_gbytes_s,
         moved_bytes=_moved_bytes(stage, entry.mode),
-        tokens=args.tokens,
+        tokens=layer.tokens,
         moves=False,
     )
 
@@ -236,9 +260,10 @@ def _moved_bytes(stage: Stage, mode: str) -> int:
     return inputs + output if mode == "fwd" else 3 * inputs + 2 * output
 
 
-def _timers(device: torch.device) -> list[str]:
-    wall_and_graph = ["perf_counter", "graph_replay"]
-    return [*wall_and_graph, "profiler"] if device.type == "cuda" else wall_and_graph
+def _timers(device: torch.device, *, own: bool) -> list[str]:
+    """Timers of a provider; peers are not captured, they may synchronise the host or tune."""
+    timers = ["perf_counter", "graph_replay"] if own else ["perf_counter"]
+    return [*timers, "profiler"] if device.type == "cuda" else timers
 
 
 def _timer(name: str, device: torch.device) -> Timer:

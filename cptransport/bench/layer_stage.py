@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cptransport.bench.baselines import Call, NotHereError, load_baseline
+from cptransport import env
+from cptransport.bench.baselines import Call, Place, load_peers
 from cptransport.context import CPContext
 from cptransport.ops import last_run
 from cptransport.plan import build_plan
@@ -20,7 +22,7 @@ from cptransport.testing.recorded import RecordedTransport, Recording, record
 from cptransport.transport import BoundaryTransport, PartSpec, Slot
 from cptransport.transports.loopback import LoopbackTransport
 
-__all__ = ["LayerOp", "Provider", "Stage", "Tensors", "check"]
+__all__ = ["SHARDED", "LayerOp", "Provider", "Setup", "Stage", "Tensors", "asking", "check"]
 
 Tensors = dict[str, Tensor]
 
@@ -29,12 +31,28 @@ SHARDED = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch
 
 
 @dataclass(frozen=True)
+class Setup:
+    """What all configurations of a run share; JSON values.
+
+    Attributes:
+        world_size: ranks. dtype: under test. seed: of the inputs. timeout_s: of waits.
+    """
+
+    world_size: int
+    dtype: str
+    seed: int
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class LayerOp:
-    """An op as these benches see it.
+    """An op in one configuration, as these benches see it.
 
     Attributes:
         case, op: names in the rows.
-        inputs: makes the op's inputs for a number of tokens, by name, in fp64 on CPU.
+        tokens: of each rank.
+        inputs: makes the op's inputs for a number of tokens, by name, in fp64 on the generator's
+            device.
         narrow: names of inputs that have the dtype under test; the others are fp32 (or fp64 with it).
         sharded: names of inputs that are cut along the tokens.
         output_like: name of the input whose shape and dtype the output has.
@@ -47,6 +65,7 @@ class LayerOp:
 
     case: str
     op: str
+    tokens: int
     inputs: Callable[[int, torch.Generator], Tensors]
     narrow: frozenset[str]
     sharded: frozenset[str]
@@ -67,6 +86,7 @@ class Provider:
         call: inputs by name to output.
         expected: output ``"o"`` and gradients by input name.
         limit: of the largest error over the largest value.
+        engine: that must run; None: any.
         transport: whose counters must show ``volume[mode]`` bytes.
         absent: why it cannot run here.
         failed: why there is nothing to check it against.
@@ -79,6 +99,7 @@ class Provider:
     world_size: int = 1
     baseline: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    engine: str | None = None
     transport: BoundaryTransport | None = None
     volume: Mapping[str, int] = field(default_factory=dict)
     absent: str | None = None
@@ -86,28 +107,30 @@ class Provider:
 
 
 class Stage:
-    """Tensors of one run.
+    """Tensors of one configuration.
 
     Args:
         layer: the op.
-        args: options of ``add_layer_arguments`` and the common ones.
+        setup: of the run.
         device: where everything is.
     """
 
-    def __init__(self, layer: LayerOp, args: argparse.Namespace, device: torch.device) -> None:
-        self.layer, self.args, self.device = layer, args, device
-        self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.rank = args.world_size // 2
-        self.plan = build_plan([0, args.tokens * args.world_size], world_size=args.world_size)
-        generator = torch.Generator().manual_seed(args.seed)
-        inputs = layer.inputs(self.plan.total_rows, generator)
+    def __init__(self, layer: LayerOp, setup: Setup, device: torch.device) -> None:
+        self.layer, self.setup, self.device = layer, setup, device
+        self.dtype: torch.dtype = getattr(torch, setup.dtype)
+        self.rank = setup.world_size // 2
+        whole = layer.tokens * setup.world_size
+        self.plan = build_plan([0, whole], world_size=setup.world_size)
+        generator = torch.Generator(device).manual_seed(setup.seed)
         wide = self.dtype if self.dtype == torch.float64 else torch.float32
         self.inputs = {
-            name: x.to(device, self.dtype if name in layer.narrow else wide)
-            for name, x in inputs.items()
+            name: x.to(self.dtype if name in layer.narrow else wide)
+            for name, x in layer.inputs(whole, generator).items()
         }
         like = self.inputs[layer.output_like]
-        self.grad = torch.randn(like.shape, generator=generator).to(device, like.dtype)
+        grad = torch.randn(like.shape, generator=generator, device=device)
+        self.grad = grad.to(like.dtype)
+        self._alone: tuple[Tensors, str | None] | None = None
 
     def local(self, rank: int) -> Tensors:
         """Return a rank's inputs."""
@@ -122,80 +145,128 @@ class Stage:
 
     def single(self, tokens: int) -> CPContext:
         """Return a context of one rank that owns everything."""
-        transport = LoopbackTransport(self.device, self.args.timeout_s)
+        transport = LoopbackTransport(self.device, self.setup.timeout_s)
         return CPContext(build_plan([0, tokens], world_size=1), transport)
 
-    def own(self) -> list[Provider]:
-        """Return the interior rank with its boundary, and the same op without CP on its tokens."""
-        return [self._sharded(), self._unsharded()]
-
-    def peers(self, unsharded: Provider) -> list[Provider]:
-        """Return the baselines that were asked for, absent ones with the reason.
+    def own(self, engine: str | None, overlaps: Sequence[bool]) -> list[Provider]:
+        """Return the interior rank with its boundary, and the same op without CP on its tokens.
 
         Args:
-            unsharded: from ``own``; peers must give what it must give.
+            engine: of both.
+            overlaps: settings of ``CULA_CP_OVERLAP`` to run the first with.
         """
+        expected: Tensors = {}
+        recording: Recording | None = None
+        failed = None
+        try:
+            expected, recording, composition = self._recorded(engine)
+        except Exception as error:
+            failed = f"the ranks together: {type(error).__name__}: {error}"
+        made = []
+        for overlap in overlaps:
+            provider = Provider(
+                "cptransport-cp",
+                None,
+                expected,
+                SHARDED[self.dtype],
+                world_size=self.setup.world_size,
+                options={"rank": self.rank, "peers": "recorded", "overlap": overlap},
+                engine=engine,
+                failed=failed,
+            )
+            if recording is not None:
+                transport = RecordedTransport(recording, self.device)
+                provider.call = self._sharded_call(transport, engine, overlap)
+                provider.transport = transport
+                provider.volume = self._volume(recording, composition)
+            made.append(provider)
+        return [*made, self._unsharded(engine)]
+
+    def peers(self, name: str, sharded: Provider, limit_s: float) -> list[Provider]:
+        """Return a baseline's providers, absent ones with the reason.
+
+        Args:
+            name: of the baseline.
+            sharded: our interior rank; a peer with context parallelism must give what it must give.
+            limit_s: for preparing the peer.
+        """
+        place = Place(
+            self.layer.op,
+            self.device,
+            self.dtype,
+            self.rank,
+            self.setup.world_size,
+            self.local,
+            self.local_grad,
+            self.layer.options,
+            limit_s,
+        )
         found = []
-        for name in dict.fromkeys(self.args.baseline or []):
-            peer = replace(unsharded, name=name, call=None, options={})
-            try:
-                peer.call = load_baseline(self.layer.op, name, self.device, self.layer.options)
-            except NotHereError as reason:
-                peer.absent = str(reason)
-            found.append(peer)
+        for peer in load_peers(name, place):
+            alone, failed = self._reference()
+            provider = Provider(
+                peer.name,
+                peer.call,
+                sharded.expected if peer.cp else alone,
+                TOLERANCES[self.dtype],
+                world_size=self.setup.world_size if peer.cp else 1,
+                baseline=True,
+                absent=peer.absent,
+                failed=sharded.failed if peer.cp else failed,
+            )
+            found.append(provider)
         return found
 
-    def _sharded(self) -> Provider:
-        provider = Provider(
-            "cptransport-cp",
-            None,
-            {},
-            SHARDED[self.dtype],
-            world_size=self.args.world_size,
-            options={"rank": self.rank, "peers": "recorded"},
-        )
-        try:
-            provider.expected, recording = self._recorded()
-        except Exception as error:
-            provider.failed = f"the ranks together: {type(error).__name__}: {error}"
-            return provider
-        transport = RecordedTransport(recording, self.device)
+    def _sharded_call(
+        self, transport: BoundaryTransport, engine: str | None, overlap: bool
+    ) -> Call:
         cp = CPContext(self.plan, transport)
-        provider.call = lambda inputs: self.layer.call(inputs, cp, self.args.engine)
-        provider.transport, provider.volume = transport, self._volume(recording)
-        return provider
 
-    def _unsharded(self) -> Provider:
-        single = self.single(self.args.tokens)
-        provider = Provider(
+        def call(inputs: Mapping[str, Tensor]) -> Tensor:
+            with asking(overlap=overlap):
+                return self.layer.call(inputs, cp, engine)
+
+        return call
+
+    def _unsharded(self, engine: str | None) -> Provider:
+        single = self.single(self.layer.tokens)
+        expected, failed = self._reference()
+        return Provider(
             "cptransport",
-            lambda inputs: self.layer.call(inputs, single, self.args.engine),
-            {},
+            lambda inputs: self.layer.call(inputs, single, engine),
+            expected,
             TOLERANCES[self.dtype],
             baseline=True,
             options={"cp": False},
+            engine=engine,
+            failed=failed,
         )
-        try:
-            provider.expected = self._reference()
-        except Exception as error:
-            provider.failed = f"the reference in fp64: {type(error).__name__}: {error}"
-        return provider
 
-    def _reference(self) -> Tensors:
-        """Return what the op gives on the interior rank's tokens alone, in fp64."""
-        inputs = {name: x.double() for name, x in self.local(self.rank).items()}
-        grad = self.local_grad(self.rank).double()
-        return self.layer.explicit(inputs, self.single(self.args.tokens), "torch", grad)
+    def _reference(self) -> tuple[Tensors, str | None]:
+        """Return what the op gives on the interior rank's tokens alone, in fp64, or why there is nothing."""
+        if self._alone is None:
+            inputs = {name: x.double() for name, x in self.local(self.rank).items()}
+            grad = self.local_grad(self.rank).double()
+            single = self.single(self.layer.tokens)
+            try:
+                self._alone = self.layer.explicit(inputs, single, "torch", grad), None
+            except Exception as error:
+                self._alone = {}, f"the reference in fp64: {type(error).__name__}: {error}"
+        return self._alone
 
-    def _recorded(self) -> tuple[Tensors, Recording]:
+    def _recorded(self, engine: str | None) -> tuple[Tensors, Recording, str]:
         """Run all ranks, check them against the unsharded op, and return the interior rank's part."""
-        engine, explicit = self.args.engine, self.layer.explicit
+        explicit = self.layer.explicit
 
-        def step(transport: BoundaryTransport) -> Tensors:
+        def step(transport: BoundaryTransport) -> tuple[Tensors, str]:
             cp, rank = CPContext(self.plan, transport), transport.rank
-            return explicit(self.local(rank), cp, engine, self.local_grad(rank))
+            result = explicit(self.local(rank), cp, engine, self.local_grad(rank))
+            ran = last_run()
+            assert ran is not None
+            return result, ran.composition
 
-        results, recordings = record(step, self.args.world_size, device=str(self.device))
+        both, recordings = record(step, self.setup.world_size, device=str(self.device))
+        results, (composition, *_) = zip(*both, strict=True)
         whole = explicit(self.inputs, self.single(self.plan.total_rows), engine, self.grad)
         limit = SHARDED[self.dtype]
         for name, expected in whole.items():
@@ -206,19 +277,35 @@ class Stage:
             else:
                 total = sum_of([result[name] for result in results])
                 check(f"{name}, summed over ranks,", total, expected, limit)
-        return results[self.rank], recordings[self.rank]
+        return results[self.rank], recordings[self.rank], composition
 
-    def _volume(self, recording: Recording) -> dict[str, int]:
+    def _volume(self, recording: Recording, composition: str) -> dict[str, int]:
         """Return the bytes that the plan says for the interior rank, by mode."""
-        run = last_run()
-        assert run is not None
         parts: dict[str, PartSpec] = {}
         for many in recording.generations.values():
             for slot, _ in many:
                 parts.update({part.name: part for part in slot.parts})
-        volume = self.plan.volume(Slot("bench", tuple(parts.values())), run.composition)
+        volume = self.plan.volume(Slot("bench", tuple(parts.values())), composition)
         forward = volume.forward[self.rank]
         return {"fwd": forward, "fwd_bwd": forward + volume.backward[self.rank]}
+
+
+@contextmanager
+def asking(*, overlap: bool, composition: str | None = None) -> Iterator[None]:
+    """Set ``CULA_CP_OVERLAP``, and ``CULA_CP_COMPOSITION`` if one is asked for, in the block."""
+    wanted = {env.OVERLAP.name: str(int(overlap))}
+    if composition is not None:
+        wanted[env.COMPOSITION.name] = composition
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def check(what: str, actual: Tensor, expected: Tensor, limit: float) -> float:

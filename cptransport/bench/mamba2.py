@@ -1,27 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``bench mamba2``: the SSD core of an interior rank with its boundary, without it, and peers."""
+"""``bench mamba2``: the SSD core of one rank with its boundary, without it, and peers; the mixer core in all modes."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cptransport.bench.baselines import BASELINES
 from cptransport.bench.cases import Case, Measured, Progress, positive
-from cptransport.bench.layer import add_layer_arguments, measure_layer
+from cptransport.bench.layer import measure_layers
+from cptransport.bench.layer_options import add_layer_arguments, add_rank_arguments, shapes
 from cptransport.bench.layer_stage import LayerOp, Tensors
+from cptransport.bench.mixer import add_mixer_arguments, measure_mixer
 from cptransport.context import CPContext
 from cptransport.ops import mamba_chunk_scan_combined, ssd_backward, ssd_forward
 
 __all__ = ["CASE"]
 
 
+@dataclass(frozen=True)
+class Shape:
+    """A configuration; JSON values.
+
+    Attributes:
+        tokens: of each rank. heads, groups, headdim, dstate, chunk_size: of the core.
+    """
+
+    tokens: int
+    heads: int
+    groups: int
+    headdim: int
+    dstate: int
+    chunk_size: int
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_layer_arguments(parser, "ssd")
-    parser.add_argument("--heads", type=positive, default=8, help="nheads (default 8)")
+    add_layer_arguments(parser, [*BASELINES["ssd"], "all_to_all"], heads=8)
+    add_rank_arguments(
+        parser, "measure the mixer core on all ranks of this backend (all_to_all needs that)"
+    )
+    add_mixer_arguments(parser)
     parser.add_argument("--groups", type=positive, default=1, help="ngroups (default 1)")
     parser.add_argument("--headdim", type=positive, default=64, help="default 64")
     parser.add_argument("--dstate", type=positive, default=128, help="default 128")
@@ -29,22 +52,34 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
-    heads, groups, chunk_size = args.heads, args.groups, args.chunk_size
+    if args.backend or args.load_balancing or "all_to_all" in (args.baseline or []):
+        return measure_mixer(args, progress)
+    layers = [
+        layer(Shape(tokens, heads, args.groups, args.headdim, args.dstate, args.chunk_size))
+        for tokens, heads in shapes(args)
+    ]
+    return measure_layers(layers, args, progress)
+
+
+def layer(shape: Shape) -> LayerOp:
+    """Return the SSD core in a configuration."""
+    heads, groups, chunk_size = shape.heads, shape.groups, shape.chunk_size
 
     def inputs(tokens: int, generator: torch.Generator) -> Tensors:
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        made: dict[str, Any] = {"dtype": torch.float64, "device": generator.device}
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator, **made)
 
         # As the layer is initialised: A in [-16, -1], steps between 1e-3 and 1e-1.
-        steps = torch.empty(heads, dtype=torch.float64)
-        steps = steps.uniform_(-6.9, -2.3, generator=generator).exp()
-        decay = torch.empty(heads, dtype=torch.float64).uniform_(1, 16, generator=generator)
+        steps = torch.empty(heads, **made).uniform_(-6.9, -2.3, generator=generator).exp()
+        decay = torch.empty(heads, **made).uniform_(1, 16, generator=generator)
         return {
-            "x": normal(1, tokens, heads, args.headdim),
+            "x": normal(1, tokens, heads, shape.headdim),
             "dt": normal(1, tokens, heads),
             "A": -decay,
-            "B": normal(1, tokens, groups, args.dstate),
-            "C": normal(1, tokens, groups, args.dstate),
+            "B": normal(1, tokens, groups, shape.dstate),
+            "C": normal(1, tokens, groups, shape.dstate),
             "D": normal(heads),
             "dt_bias": steps.expm1().log(),
         }
@@ -63,9 +98,10 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         grads = ssd_backward(result.saved, grad)
         return {"o": result.y, **{name: getattr(grads, f"d{name}") for name in x}}
 
-    layer = LayerOp(
+    return LayerOp(
         case="mamba2",
         op="ssd",
+        tokens=shape.tokens,
         inputs=inputs,
         narrow=frozenset(("x", "B", "C")),
         sharded=frozenset(("x", "dt", "B", "C")),
@@ -75,20 +111,19 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         shape={
             "H": groups,
             "HV": heads,
-            "K": args.dstate,
-            "V": args.headdim,
+            "K": shape.dstate,
+            "V": shape.headdim,
             "chunk_size": chunk_size,
         },
         options={"chunk_size": chunk_size},
         distribution="x, dt, B, C, D and the gradient of y N(0, 1); A uniform in [-16, -1]; "
         "dt_bias for steps between 1e-3 and 1e-1",
     )
-    return measure_layer(layer, args, progress)
 
 
 CASE = Case(
     name="mamba2",
-    summary="the SSD core of an interior rank with its boundary, without it, and peers without CP",
+    summary="the SSD core of one rank with its boundary, without it, and peers; the mixer core in all modes",
     add_arguments=_add_arguments,
     measure=_measure,
     slow_on_cpu=True,

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cptransport.bench.formats import byte_size, command_line, microseconds, number, plain
+from cptransport.bench.schema import identity
+from cptransport.launch import banner
 
 __all__ = [
     "Banner",
@@ -83,12 +85,11 @@ def shared_device(document: Mapping[str, Any]) -> str | None:
     ranks = machine["ranks_per_device"]
     if ranks <= 1:
         return None
-    device = (
-        "one GPU" if machine["gpus_used"] else f"one host CPU with {machine['cpu_cores']} cores"
-    )
+    if machine["gpus_used"]:
+        return banner(ranks)
     return (
-        f"{ranks} ranks shared {device}. These times compare backends with each other on this machine; "
-        "they say nothing about a network or about NVLink."
+        f"{ranks} ranks shared one host CPU with {machine['cpu_cores']} cores. These times compare "
+        "backends with each other on this machine; they say nothing about a network or about NVLink."
     )
 
 
@@ -114,6 +115,7 @@ def blocks(document: Mapping[str, Any]) -> list[Block]:
         made.append(Text(f"All rows: {label(document['rows'][0], common)}."))
     made += _results(document)
     made += _comparisons(document)
+    made += _overlaps(document)
     made += _without_number(document)
     made += [Heading(3, "Conditions"), _conditions(document)]
     return made
@@ -171,6 +173,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], Any]], ...] = (
         "p20 to p80 us",
         lambda row: f"{microseconds(row['p20_us'])} to {microseconds(row['p80_us'])}",
     ),
+    ("median of repeats us", lambda row: _repeats(row)),
     ("min us", lambda row: microseconds(row["min_us"])),
     ("received", lambda row: byte_size(row["bytes_received"])),
     ("GB/s", lambda row: number(row["bus_bw_gbytes_s"])),
@@ -180,6 +183,11 @@ _COLUMNS: tuple[tuple[str, Callable[[Row], Any]], ...] = (
     ("% of bound", lambda row: number(row["percent_of_bound"])),
     ("max error", lambda row: f"{row['max_abs_err']:.1e}"),
 )
+
+
+def _repeats(row: Row) -> str:
+    value = row.get("median_of_repeats_us")
+    return "" if value is None else microseconds(value)
 
 
 def _results(document: Mapping[str, Any]) -> Iterator[Block]:
@@ -226,14 +234,16 @@ def _comparisons(document: Mapping[str, Any]) -> Iterator[Block]:
     """Every row beside the baselines of the same measurement: both times, and the ratio if it may be shown."""
     rows = _ok(document["rows"])
     green = gate_is_green(document)
+    names = varying(rows)
     lines = []
     for row in rows:
         for other in rows:
-            if row is other or not other["baseline"] or _same(row) != _same(other):
+            if row is other or not other["baseline"] or not _comparable(row, other):
                 continue
             if row["baseline"] and rows.index(row) > rows.index(other):
                 continue  # two baselines meet once
             line = (
+                label(row, names),
                 row["mode"],
                 row["timer"],
                 row["provider"],
@@ -244,18 +254,73 @@ def _comparisons(document: Mapping[str, Any]) -> Iterator[Block]:
             ratio = row["median_us"] / other["median_us"]
             lines.append((*line, f"{ratio:.3f}") if green else line)
     if lines:
-        header = ("mode", "timer", "provider", "median us", "baseline", "baseline median us")
+        header = (
+            "configuration",
+            "mode",
+            "timer",
+            "provider",
+            "median us",
+            "baseline",
+            "baseline median us",
+        )
         yield Heading(3, "Against baselines")
         yield Table(
-            (*header, "time ratio") if green else header, tuple(lines), frozenset((3, 5, 6))
+            (*header, "time ratio") if green else header, tuple(lines), frozenset((4, 6, 7))
         )
 
 
-def _same(row: Row) -> tuple[Any, ...]:
-    """What two rows must share to be compared."""
-    shape = {name: value for name, value in row["shape"].items() if name != "T_global"}
-    alike = tuple(row[name] for name in ("case", "op", "mode", "timer", "dtype"))
-    return (*alike, sorted(shape.items(), key=str))
+def _overlaps(document: Mapping[str, Any]) -> Iterator[Block]:
+    """What ``CULA_CP_OVERLAP=1`` hides: each row with it beside the same row without."""
+    rows = _ok(document["rows"])
+    without = {_apart(row): row for row in rows if row["options"].get("overlap") is False}
+    pairs = [
+        (row, without[_apart(row)])
+        for row in rows
+        if row["options"].get("overlap") is True and _apart(row) in without
+    ]
+    if not pairs:
+        return
+    names = [name for name in varying([row for row, _ in pairs]) if name != "overlap"]
+    yield Heading(3, "Hidden by overlap")
+    yield Table(
+        ("provider", "configuration", "mode", "timer", "without us", "with us", "hidden us"),
+        tuple(
+            (
+                row["provider"],
+                label(row, names),
+                row["mode"],
+                row["timer"],
+                microseconds(plain_row["median_us"]),
+                microseconds(row["median_us"]),
+                f"{plain_row['median_us'] - row['median_us']:.1f}",
+            )
+            for row, plain_row in pairs
+        ),
+        frozenset((4, 5, 6)),
+    )
+
+
+def _apart(row: Row) -> str:
+    """The identity of a row, whatever its overlap."""
+    options = {name: value for name, value in row["options"].items() if name != "overlap"}
+    return identity({**row, "options": options})
+
+
+def _comparable(row: Row, baseline: Row) -> bool:
+    """Whether two rows measure the same thing: alike in everything that both of them say."""
+    for name in ("case", "op", "mode", "timer", "dtype"):
+        if row[name] != baseline[name]:
+            return False
+    sizes, others = dict(row["shape"]), dict(baseline["shape"])
+    for shape in (sizes, others):
+        shape.pop("T_global", None)
+    if sizes != others:
+        return False
+    options = dict(baseline["options"])
+    if options.pop("beside", row["provider"]) != row["provider"]:  # measured on another's ranks
+        return False
+    own = row["options"]
+    return all(own[name] == value for name, value in options.items() if name in own)
 
 
 def _without_number(document: Mapping[str, Any]) -> Iterator[Block]:

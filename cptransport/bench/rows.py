@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cptransport.bench.samples import rank_maximum, summarise
+from cptransport.bench.samples import quantile, rank_maximum, summarise
 
 __all__ = ["Outcome", "Subject", "gate_of", "row"]
 
@@ -39,6 +39,7 @@ class Outcome:
         max_abs_err: largest deviation that verification found; None: nothing was verified.
         bytes_received, bytes_expected: payload of one iteration by the counters and by the plan.
         peak_mem_bytes, kernels: where they were measured.
+        repeat_medians_us: of this rank, where repeats were added one by one.
     """
 
     samples_us: list[float] = field(default_factory=list)
@@ -49,10 +50,13 @@ class Outcome:
     bytes_expected: int | None = None
     peak_mem_bytes: int | None = None
     kernels: int | None = None
+    repeat_medians_us: list[float] = field(default_factory=list)
 
     def add(self, later: Outcome) -> None:
         """Append a later repeat of the same measurement."""
         self.samples_us += later.samples_us
+        if later.samples_us:
+            self.repeat_medians_us.append(quantile(later.samples_us, 0.5))
         self.error = self.error or later.error
         self.skipped = self.skipped or later.skipped
         for name in (
@@ -94,6 +98,7 @@ def row(
     if status == "ok" and not (verified and samples):
         status, samples = "error", []
         reasons["error"] = "nothing was measured" if verified else "the result was not verified"
+    medians = _repeat_medians(outcomes) if samples else []
     received = _largest([outcome.bytes_received for outcome in outcomes])
     bound_bytes = received if moved_bytes is None else moved_bytes
     figures = summarise(samples)
@@ -109,6 +114,8 @@ def row(
         "max_abs_err": _largest([outcome.max_abs_err for outcome in outcomes]),
         "samples_us": samples,
         **figures,
+        "repeat_medians_us": medians,
+        "median_of_repeats_us": quantile(medians, 0.5) if medians else None,
         "bytes_received": received,
         "bytes_expected": _largest([outcome.bytes_expected for outcome in outcomes]),
         "bus_bw_gbytes_s": received / median / 1e3 if median and received and moves else None,
@@ -119,6 +126,12 @@ def row(
         "bound_us": bound,
         "percent_of_bound": 100 * bound / median if bound and median else None,
     }
+
+
+def _repeat_medians(outcomes: Sequence[Outcome]) -> list[float]:
+    """Return, per repeat, the median of the rank whose median was largest; empty if ranks differ in repeats."""
+    of_ranks = [outcome.repeat_medians_us for outcome in outcomes]
+    return rank_maximum(of_ranks) if len(set(map(len, of_ranks))) == 1 else []
 
 
 def gate_of(rows: Sequence[Mapping[str, Any]], case: str) -> dict[str, Any]:

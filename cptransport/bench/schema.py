@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cptransport.bench.samples import STATISTICS, summarise
+from cptransport.bench.samples import STATISTICS, quantile, summarise
 
 __all__ = [
     "IDENTITY",
@@ -56,12 +56,12 @@ _SCALARS = {
 }
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    """An object that has exactly these members."""
+def _object(optional: frozenset[str] = frozenset(), /, **properties: Any) -> dict[str, Any]:
+    """An object that has exactly these members; the optional ones may be missing."""
     return {
         "type": "object",
         "properties": properties,
-        "required": list(properties),
+        "required": [name for name in properties if name not in optional],
         "additionalProperties": False,
     }
 
@@ -110,6 +110,13 @@ _RESULT = {
     "percent_of_bound": _AMOUNT_OR_NULL,
 }
 
+#: Of ranks that measured repeat by repeat: the largest of the ranks' medians in every repeat, and the
+#: median of those. Documents of before have none.
+_REPEATS = {
+    "repeat_medians_us": {"type": "array", "items": _AMOUNT},
+    "median_of_repeats_us": _AMOUNT_OR_NULL,
+}
+
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "$id": SCHEMA_ID,
@@ -154,7 +161,10 @@ SCHEMA: dict[str, Any] = {
             peak_memory=_TEXT_OR_NULL,
             bound=_TEXT_OR_NULL,
         ),
-        rows={"type": "array", "items": _object(**_IDENTITY, **_RESULT)},
+        rows={
+            "type": "array",
+            "items": _object(frozenset(_REPEATS), **_IDENTITY, **_RESULT, **_REPEATS),
+        },
     ),
 }
 
@@ -298,6 +308,10 @@ def _contradictions(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}: a number that was not verified"
         elif not row["samples_us"]:
             yield f"{where}: status ok without samples"
+        medians = row.get("repeat_medians_us", [])
+        expected = quantile(medians, 0.5) if medians else None
+        if row.get("median_of_repeats_us") != expected:
+            yield f"{where}/median_of_repeats_us: the repeats say {expected}"
         for name, figure in summarise(row["samples_us"]).items():
             given = row[name]
             if given != figure and (None in (given, figure) or not math.isclose(given, figure)):  # type: ignore[arg-type]

@@ -42,14 +42,21 @@ def test_boundary_on_threads_and_gloo(op: str) -> None:
     made = bench("boundary", *both, *layout, *ALL, "--world-size", "3", "--op", op, *SMALL)
     assert by_status(made, "error") == []
     good = by_status(made, "ok")
-    assert made["gate"]["passed"] == len(good) == 2 * (1 + 2 * (2 + 3 + 2))
+    baseline = [row for row in good if row["baseline"]]
+    assert made["gate"]["passed"] == len(good) == 2 * (1 + 2 * (2 + 3 + 2)) + len(baseline)
+    assert {(r["provider"], r["options"]["beside"], r["mode"]) for r in baseline} == {
+        ("all_gather", "gloo", "merge")
+    }
     assert {row["reason"] for row in by_status(made, "skipped")} == {
-        "CUDA graphs need a CUDA device"
+        "CUDA graphs need a CUDA device",
+        "these ranks have no torch.distributed",
     }
     for row in good:
         assert len(row["samples_us"]) == 4
+        assert len(row["repeat_medians_us"]) == 2
         assert min(row["samples_us"]) > 0
-    moved = [row for row in good if row["mode"] in ("merge", "publish_fetch")]
+    own = [row for row in good if not row["baseline"]]
+    moved = [row for row in own if row["mode"] in ("merge", "publish_fetch")]
     assert all(row["bytes_received"] == row["bytes_expected"] > 0 for row in moved)
     of = {
         (r["provider"], r["options"]["composition"], r["options"]["direction"], r["mode"]): r
