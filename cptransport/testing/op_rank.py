@@ -192,7 +192,7 @@ def call(spec: OpSpec, context: CPContext, inputs: Mapping[str, Tensor]) -> tupl
     """Call the op of a spec and return its output and final states."""
     shared: dict[str, Any] = {**spec.options, **inputs, "cp_context": context}
     if spec.op == "conv1d":
-        result: Any = ops.causal_conv1d(**shared, output_final_state=True)
+        result: Any = ops.causal_conv1d(**shared, engine=spec.engine, output_final_state=True)
     elif spec.op == "kda":
         result = ops.chunk_kda(**shared, engine=spec.engine, output_final_state=True)
     elif spec.op == "ssd":

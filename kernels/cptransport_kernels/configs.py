@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["HEAD_DIMS", "KDAConfig", "kda_config", "piece_tokens"]
+__all__ = ["HEAD_DIMS", "ConvConfig", "KDAConfig", "conv_config", "kda_config", "piece_tokens"]
 
 #: Key and value sizes the kernels are written for; others are padded. None below 64: with chunks
 #: of 64 tokens, Triton 3.6 was seen to compile products with 16 and 32 bfloat16 columns to wrong
@@ -116,3 +116,43 @@ def piece_tokens(
     # Under a quarter of the GPU busy, and pieces long enough to be worth their fold.
     wanted = processors // walkers if 4 * walkers <= processors else 1
     return config.chunk * max(16, -(-chunks // wanted))
+
+
+@dataclass(frozen=True)
+class ConvTile:
+    """Tokens and channels of one program, and its warps."""
+
+    tokens: int
+    channels: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class ConvConfig:
+    """How the kernels of a causal convolution run; not measured yet.
+
+    Attributes:
+        walk: the backward keeps the last W inputs and gradients in registers.
+        span: tokens of one program of the backward.
+        forward, backward, rows, reduce: per kernel. The backward's tokens are those of one step.
+    """
+
+    walk: bool
+    span: int
+    forward: ConvTile
+    backward: ConvTile
+    rows: ConvTile
+    reduce: ConvTile
+
+
+def conv_config(width: int) -> ConvConfig:
+    """Return the configuration for a convolution of W taps."""
+    walk = width <= 8
+    return ConvConfig(
+        walk=walk,
+        span=64,
+        forward=ConvTile(64, 128, 8),
+        backward=ConvTile(8, 256, 2) if walk else ConvTile(32, 64, 4),
+        rows=ConvTile(4, 256, 4),
+        reduce=ConvTile(32, 64, 4),
+    )

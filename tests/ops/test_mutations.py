@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cptransport import composition, exchange, halo, layouts, merge, plan, summary
 from cptransport.ops import call as orchestration
-from cptransport.ops import conv1d
+from cptransport.ops import conv1d_torch
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import Comparison, judge
 from cptransport.testing.op_rank import run_threads
@@ -77,7 +77,7 @@ def drop_reverse(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def incoming(self: exchange.Exchange, seed: Tensor | None = None) -> Tensor:
         table = right(self, seed)
-        if self.schedule.direction == "backward":
+        if self.course.schedule.direction == "backward":
             table = torch.zeros_like(table) if seed is None else seed.to(table.dtype, copy=True)
         return table
 
@@ -182,14 +182,14 @@ def test_truncating_an_uneven_shard(name: str, monkeypatch: pytest.MonkeyPatch) 
         return replace(made, segments=tuple(cut))
 
     if name == "conv1d":
-        line = conv1d._line
+        line = conv1d_torch._line
 
-        def cut(*arguments: object) -> conv1d._Line:
+        def cut(*arguments: object) -> conv1d_torch._Line:
             made = line(*arguments)  # type: ignore[arg-type]
             kept = made.rows < length
             return replace(made, outputs=made.outputs[kept], rows=made.rows[kept])
 
-        monkeypatch.setattr(conv1d, "_line", cut)
+        monkeypatch.setattr(conv1d_torch, "_line", cut)
     else:
         monkeypatch.setattr(orchestration, "_rows", rows)
     assert "output" in names(wrong(name))
@@ -214,16 +214,16 @@ def test_layouts_that_are_taken_for_each_other(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("part", ["state", "transition"])
 def test_moving_more_than_the_plan_says(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counters are compared too: a part that goes to everybody shows."""
-    right = exchange.Exchange._slot
+    right = exchange._slot
 
-    def slot(self: exchange.Exchange, name: str, step: composition.Round) -> exchange.Slot:
-        made = right(self, name, step)
-        everyone = range(self.transport.world_size)
+    def slot(name: str, wire: exchange.Wire, step: composition.Round) -> exchange.Slot:
+        made = right(name, wire, step)
+        everyone = range(len(step.ranks))
         routes = frozenset((s, d) for s in everyone for d in everyone if s != d)
         parts = tuple(replace(p, routes=routes) if p.name == part else p for p in made.parts)
         return replace(made, parts=parts)
 
-    monkeypatch.setattr(exchange.Exchange, "_slot", slot)
+    monkeypatch.setattr(exchange, "_slot", slot)
     found = wrong("kda", bytes_too=True)
     assert names(found) == {f"bytes forward {part}", f"bytes backward {part}"}
 
