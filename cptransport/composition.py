@@ -49,7 +49,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -135,6 +135,11 @@ class RankRound:
     folds: tuple[Fold, ...]
     sends: Mapping[str, tuple[int, ...]]
     receives: Mapping[str, tuple[int, ...]]
+
+    @cached_property
+    def products(self) -> tuple[Fold, ...]:
+        """The windows whose transition is wanted too."""
+        return tuple(window for window in self.windows if window.transition)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
@@ -21,7 +23,10 @@ from cptransport.transport import BoundaryTransport
 from cptransport.transports import threads
 from cptransport.transports.loopback import LoopbackTransport
 
-__all__ = ["CPContext", "alone", "build_cp_context", "carrier_of"]
+__all__ = ["CPContext", "alone", "build_cp_context", "carrier_of", "context_of"]
+
+_keys = itertools.count()
+_contexts: weakref.WeakValueDictionary[str, CPContext] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -38,12 +43,19 @@ class CPContext:
 
     plan: Plan
     transport: BoundaryTransport
+    #: What ops have worked out for calls with this context, by their signature.
+    calls: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    #: Names this context in a compiled program; never used again in this process.
+    key: str = field(
+        default_factory=lambda: str(next(_keys)), init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.plan.world_size != self.transport.world_size:
             raise PlanError(
                 f"the plan is for {self.plan.world_size} ranks, the transport has {self.transport.world_size}"
             )
+        _contexts[self.key] = self
 
     @property
     def rank(self) -> int:
@@ -54,6 +66,20 @@ class CPContext:
     def local(self) -> RankPlan:
         """This rank's part of the plan."""
         return self.plan.for_rank(self.transport.rank)
+
+
+def context_of(key: str) -> CPContext:
+    """Return the context of that key.
+
+    Raises:
+        OpInputError: it is gone.
+    """
+    found = _contexts.get(key)
+    if found is None:
+        raise OpInputError(
+            "the cp_context of a compiled program is gone; keep it while the program runs"
+        )
+    return found
 
 
 def build_cp_context(

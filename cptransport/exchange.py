@@ -14,23 +14,31 @@ exchange is used once::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from cptransport.composition import Fold, Round, RowRoute, Schedule, expand_routes, schedule
+from cptransport.composition import (
+    Fold,
+    RankRound,
+    Round,
+    RowRoute,
+    Schedule,
+    expand_routes,
+    schedule,
+)
 from cptransport.engines import Need
 from cptransport.errors import CapabilityError
 from cptransport.merge import compose_gathered, fold_gathered
 from cptransport.plan import Plan
 from cptransport.precision import ieee_math
-from cptransport.summary import advance
+from cptransport.summary import Advance, advance
 from cptransport.transport import BoundaryTransport, Gathered, PartSpec, Slot
 
-__all__ = ["Exchange", "Wire", "begin"]
+__all__ = ["Course", "Exchange", "Summaries", "Wire", "begin", "course", "start"]
 
 
 @dataclass(frozen=True)
@@ -53,28 +61,118 @@ class Wire:
     device: torch.device
     composition: str
 
+    def part(self, name: str) -> PartSpec:
+        """Return the part of that name."""
+        return next(part for part in self.parts if part.name == name)
+
+
+@dataclass(frozen=True, eq=False)
+class Course:
+    """One rank's exchange in one direction, before it is under way: all that no tensor changes.
+
+    Attributes:
+        wire, schedule, rank: see there.
+        slots: one per round.
+        needs: of this rank's segments.
+        advance: the fold step.
+        table: shape of a table of this rank's states, ``[R, ...]``. dtype: of states.
+        filled: whether every row of such a table comes from other segments.
+    """
+
+    wire: Wire
+    schedule: Schedule
+    rank: int
+    slots: tuple[Slot, ...]
+    needs: tuple[Need, ...]
+    advance: Advance
+    table: tuple[int, ...]
+    dtype: torch.dtype
+    filled: bool
+
+
+def course(wire: Wire, plan: Plan, direction: str, rank: int) -> Course:
+    """Return the course of a rank.
+
+    Raises:
+        OpInputError: the composition is unknown.
+    """
+    chosen = schedule(plan, direction, wire.composition)
+    state = wire.part("state")
+    local = [i for i, segment in enumerate(plan.segments) if segment.rank == rank]
+    entered = {fold.target.segment for step in chosen.rounds for fold in step.ranks[rank].folds}
+    name = f"{wire.op}.{direction}"
+    return Course(
+        wire,
+        chosen,
+        rank,
+        tuple(
+            _slot(f"{name}.{index}" if index else name, wire, step)
+            for index, step in enumerate(chosen.rounds)
+        ),
+        tuple(chosen.needs[i] for i in local),
+        advance(wire.op, direction, wire.layout),
+        (len(local) * wire.batch, *state.shape[1:]),
+        state.dtype,
+        filled=len(entered) == len(local),
+    )
+
+
+def _slot(name: str, wire: Wire, step: Round) -> Slot:
+    """The slot of a round: only parts that somebody reads."""
+    return Slot(
+        name,
+        tuple(
+            _routed(part, step.routes[part.name], wire.batch)
+            for part in wire.parts
+            if part.name in step.parts
+        ),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _routed(part: PartSpec, routes: frozenset[RowRoute], batch: int) -> PartSpec:
+    """Return the part with routes; the same object every time, so that slots compare at once."""
+    return replace(part, routes=expand_routes(routes, batch))
+
+
+@dataclass(frozen=True)
+class Summaries:
+    """What a single round brought, before any fold.
+
+    Attributes:
+        gathered: the parts ``state`` and, where a fold has two sources, ``transition``.
+        folds: of this rank's segments. batch: B. rank: this rank.
+    """
+
+    gathered: Gathered
+    folds: tuple[Fold, ...]
+    batch: int
+    rank: int
+
+    def sources(self, row: int) -> list[tuple[int, int]]:
+        """Return (rank, row of its tables) of all that enters a row of this rank's tables, in travel order."""
+        segment, b = divmod(row, self.batch)
+        return [
+            (source.rank, source.row * self.batch + b)
+            for fold in self.folds
+            if fold.target.row == segment
+            for source in fold.sources
+        ]
+
 
 class Exchange:
     """Base of the two ways to run a schedule; see ``begin``."""
 
-    def __init__(
-        self, wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str
-    ) -> None:
-        self.schedule: Schedule = schedule(plan, direction, wire.composition)
-        self.wire = wire
+    def __init__(self, way: Course, transport: BoundaryTransport) -> None:
+        self.course = way
         self.transport = transport
-        self.rank = transport.rank
-        self.name = f"{wire.op}.{direction}"
-        self.advance = advance(wire.op, direction, wire.layout)
-        local = plan.for_rank(self.rank).segments
-        self.num_rows = len(local) * wire.batch
-        self.needs: tuple[Need, ...] = tuple(
-            need
-            for need, segment in zip(self.schedule.needs, plan.segments, strict=True)
-            if segment.rank == self.rank
-        )
         self._incoming: Tensor | None = None
         self.out: Mapping[str, Tensor] = {}
+
+    @property
+    def needs(self) -> tuple[Need, ...]:
+        """What this rank's segments must produce."""
+        return self.course.needs
 
     def publish(self) -> None:
         """Release what the local pass wrote into ``out``."""
@@ -87,45 +185,32 @@ class Exchange:
             seed: rows of segments that are first in travel order, zeros elsewhere; None: all zero.
         """
         if self._incoming is None:
-            state = self._part("state")
-            table = torch.empty(
-                (self.num_rows, *state.shape[1:]), dtype=state.dtype, device=self.wire.device
-            )
-            if seed is None:
-                table.zero_()
-            else:
-                table.copy_(seed)
-            with ieee_math(self.wire.device.type):
-                self._receive(table)
-            self._incoming = table
+            self._incoming = self._receive(seed)
         return self._incoming
 
-    def _receive(self, table: Tensor) -> None:
+    def complete(self, seed: Tensor | None = None) -> None:
+        """Go through all rounds now: others may wait for this rank in them, whatever its engine asks for."""
+        self.incoming(seed)
+
+    def summaries(self) -> Summaries | None:
+        """Return what came as it came, for an engine that composes by itself; None: it has to be folded here."""
+        return None
+
+    def _receive(self, seed: Tensor | None) -> Tensor:
         raise NotImplementedError
 
-    def _part(self, name: str) -> PartSpec:
-        return next(part for part in self.wire.parts if part.name == name)
+    def _table(self, seed: Tensor | None) -> Tensor:
+        """Return a table that holds the seeds, and zeros where folds do not write."""
+        if seed is not None:
+            return seed.clone()
+        way = self.course
+        make = torch.empty if way.filled else torch.zeros
+        return make(way.table, dtype=way.dtype, device=way.wire.device)
 
     def _rows(self, row: int) -> slice:
         """Rows of a table that belong to a local segment."""
-        return slice(row * self.wire.batch, (row + 1) * self.wire.batch)
-
-    def _slot(self, index: int, step: Round) -> Slot:
-        """The slot of a round: only parts that somebody reads."""
-        return Slot(
-            f"{self.name}.{index}" if index else self.name,
-            tuple(
-                _routed(part, step.routes[part.name], self.wire.batch)
-                for part in self.wire.parts
-                if part.name in step.parts
-            ),
-        )
-
-
-@lru_cache(maxsize=1024)
-def _routed(part: PartSpec, routes: frozenset[RowRoute], batch: int) -> PartSpec:
-    """Return the part with routes; the same object every time, so that slots compare at once."""
-    return replace(part, routes=expand_routes(routes, batch))
+        batch = self.course.wire.batch
+        return slice(row * batch, (row + 1) * batch)
 
 
 class _Silent(Exchange):
@@ -134,107 +219,129 @@ class _Silent(Exchange):
     def publish(self) -> None:
         pass
 
-    def _receive(self, table: Tensor) -> None:
+    def complete(self, seed: Tensor | None = None) -> None:
         pass
+
+    def _receive(self, seed: Tensor | None) -> Tensor:
+        return self._table(None) if seed is None else seed
 
 
 class _PublishFirst(Exchange):
     """Gather and scan: rounds of publish, then gather; at the end each segment folds its sources."""
 
-    def __init__(
-        self, wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str
-    ) -> None:
-        super().__init__(wire, plan, transport, direction)
-        rounds = self.schedule.rounds
-        self._slots = [self._slot(index, step) for index, step in enumerate(rounds)]
-        self._staged = [transport.stage(slot) for slot in self._slots]
+    def __init__(self, way: Course, transport: BoundaryTransport) -> None:
+        super().__init__(way, transport)
+        self._staged = [transport.stage(slot) for slot in way.slots]
+        self._gathered: list[Gathered] = []
         self.out = self._staged[0]
 
     def publish(self) -> None:
-        self.transport.publish(self._slots[0])
+        self.transport.publish(self.course.slots[0])
 
-    def _receive(self, table: Tensor) -> None:
-        gathered: list[Gathered] = []
-        for index, step in enumerate(self.schedule.rounds):
-            share = step.ranks[self.rank]
+    def complete(self, seed: Tensor | None = None) -> None:
+        if len(self.course.slots) > 1:
+            super().complete(seed)
+        else:
+            self._gather(0)
+
+    def summaries(self) -> Summaries | None:
+        way = self.course
+        if len(way.slots) > 1:
+            return None
+        share = way.schedule.rounds[0].ranks[way.rank]
+        return Summaries(self._gather(0), share.folds, way.wire.batch, way.rank)
+
+    def _gather(self, index: int) -> Gathered:
+        """Gather a round, once."""
+        if index == len(self._gathered):
+            self._gathered.append(self.transport.gather(self.course.slots[index]))
+        return self._gathered[index]
+
+    def _receive(self, seed: Tensor | None) -> Tensor:
+        table = self._table(seed)
+        gathered, way = self._gathered, self.course
+        for index, (slot, step) in enumerate(zip(way.slots, way.schedule.rounds, strict=True)):
+            share = step.ranks[way.rank]
             if index > 0:
-                self._merge(fold_gathered, share.windows, gathered, self._staged[index]["state"])
-                products = tuple(window for window in share.windows if window.transition)
-                if products:
-                    staged = self._staged[index]["transition"]
-                    self._merge(compose_gathered, products, gathered, staged)
-                self.transport.publish(self._slots[index])
-            gathered.append(self.transport.gather(self._slots[index]))
-            self._merge(fold_gathered, share.folds, gathered, table)
+                staged = self._staged[index]
+                self._merge(share.windows, gathered, staged["state"])
+                if share.products:
+                    self._merge(share.products, gathered, staged["transition"], products=True)
+                self.transport.publish(slot)
+            self._gather(index)
+            self._merge(share.folds, gathered, table)
+        return table
 
     def _merge(
         self,
-        how: Callable[..., None],
         folds: tuple[Fold, ...],
         gathered: Sequence[Gathered],
         table: Tensor,
+        *,
+        products: bool = False,
     ) -> None:
-        wire = self.wire
-        how(wire.op, self.schedule.direction, wire.layout, wire.batch, folds, gathered, table)
+        if folds:
+            wire, direction = self.course.wire, self.course.schedule.direction
+            merge = compose_gathered if products else fold_gathered
+            merge(wire.op, direction, wire.layout, wire.batch, folds, gathered, table)
 
 
 class _Handoff(Exchange):
     """A chain of rounds: receive the predecessor's finished state, finish one's own, publish it."""
 
-    def __init__(
-        self, wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str
-    ) -> None:
-        super().__init__(wire, plan, transport, direction)
-        rounds = self.schedule.rounds
-        self._slots = [self._slot(index, step) for index, step in enumerate(rounds)]
-        self._staged = [transport.stage(slot)["state"] for slot in self._slots]
+    def __init__(self, way: Course, transport: BoundaryTransport) -> None:
+        super().__init__(way, transport)
+        self._staged = [transport.stage(slot)["state"] for slot in way.slots]
         # Finished states go where E was: into the slot itself when there is one, so that a first
         # segment writes in place.
-        out = {"state": self._staged[0] if len(rounds) == 1 else self._scratch("state")}
-        if any(need.transition for need in self.needs):
+        out = {"state": self._staged[0] if len(way.slots) == 1 else self._scratch("state")}
+        if any(need.transition for need in way.needs):
             out["transition"] = self._scratch("transition")
         self.out = out
         self._published = 0
 
     def _scratch(self, name: str) -> Tensor:
-        part = self._part(name)
-        return torch.empty(part.shape, dtype=part.dtype, device=self.wire.device)
+        part = self.course.wire.part(name)
+        return torch.empty(part.shape, dtype=part.dtype, device=self.course.wire.device)
 
     def publish(self) -> None:
         """Publish the rounds that wait for nobody; the others follow as states come in."""
         table = self.out["state"]
-        while self._published < len(self._slots) and not self._waits(self._published):
+        while self._published < len(self._staged) and not self._waits(self._published):
             self._send(self._published, table)
 
-    def _waits(self, index: int) -> bool:
-        return bool(self.schedule.rounds[index].ranks[self.rank].receives["state"])
+    def _share(self, index: int) -> RankRound:
+        return self.course.schedule.rounds[index].ranks[self.course.rank]
 
-    def _receive(self, table: Tensor) -> None:
-        state = self.out["state"]
-        for index, step in enumerate(self.schedule.rounds):
-            share = step.ranks[self.rank]
-            if self._waits(index):
-                gathered = self.transport.gather(
-                    self._slots[index], parts={"state": share.receives["state"]}
-                )
-                for fold in share.folds:
-                    (source,) = fold.sources
-                    rows = self._rows(fold.target.row)
-                    table[rows] = gathered.tensor("state", source.rank)[self._rows(source.row)]
-                    if self.needs[fold.target.row].state:
-                        state[rows] = self.advance(
-                            self.out["transition"][rows], table[rows], state[rows]
-                        )
-            if index == self._published:
-                self._send(index, state)
+    def _waits(self, index: int) -> bool:
+        return bool(self._share(index).receives["state"])
+
+    def _receive(self, seed: Tensor | None) -> Tensor:
+        table, state, way = self._table(seed), self.out["state"], self.course
+        with ieee_math(way.wire.device.type):
+            for index, slot in enumerate(way.slots):
+                share = self._share(index)
+                if self._waits(index):
+                    gathered = self.transport.gather(slot, parts={"state": share.receives["state"]})
+                    for fold in share.folds:
+                        (source,) = fold.sources
+                        rows = self._rows(fold.target.row)
+                        table[rows] = gathered.tensor("state", source.rank)[self._rows(source.row)]
+                        if way.needs[fold.target.row].state:
+                            state[rows] = way.advance(
+                                self.out["transition"][rows], table[rows], state[rows]
+                            )
+                if index == self._published:
+                    self._send(index, state)
+        return table
 
     def _send(self, index: int, state: Tensor) -> None:
         staged = self._staged[index]
         if staged is not state:
-            for row in self.schedule.rounds[index].ranks[self.rank].sends["state"]:
+            for row in self._share(index).sends["state"]:
                 rows = self._rows(row)
                 staged[rows] = state[rows]
-        self.transport.publish(self._slots[index])
+        self.transport.publish(self.course.slots[index])
         self._published += 1
 
 
@@ -256,17 +363,31 @@ def begin(wire: Wire, plan: Plan, transport: BoundaryTransport, direction: str) 
 
     Raises:
         OpInputError: the composition is unknown.
-        CapabilityError: ``handoff`` on a transport that is not pairwise; alike on all ranks.
-        TransportError: as the verbs.
+        CapabilityError, TransportError: as ``start``.
 
     Collective: over the transport's ranks; communicates nothing where no chain has two segments.
     """
-    chosen = schedule(plan, direction, wire.composition)
-    if chosen.receive_first and not transport.capabilities.pairwise:
+    return start(course(wire, plan, direction, transport.rank), transport)
+
+
+def start(way: Course, transport: BoundaryTransport) -> Exchange:
+    """Stage an exchange whose course is known.
+
+    Args:
+        way: of the transport's rank.
+        transport: of the plan's world size.
+
+    Raises:
+        CapabilityError: ``handoff`` on a transport that is not pairwise; alike on all ranks.
+        TransportError: as the verbs.
+
+    Collective: as ``begin``.
+    """
+    if way.schedule.receive_first and not transport.capabilities.pairwise:
         raise CapabilityError(
-            f"composition {wire.composition!r} fetches before it publishes, and transport "
+            f"composition {way.wire.composition!r} fetches before it publishes, and transport "
             f"{transport.name!r} is not pairwise"
         )
-    if not chosen.rounds:
-        return _Silent(wire, plan, transport, direction)
-    return _WAYS[wire.composition](wire, plan, transport, direction)
+    if not way.slots:
+        return _Silent(way, transport)
+    return _WAYS[way.wire.composition](way, transport)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cptransport.composition import Fold, Source
 from cptransport.precision import ieee_math
+from cptransport.same import Same
 from cptransport.summary import advance, compose
 from cptransport.transport import Gathered
 
@@ -49,7 +50,7 @@ def fold_gathered(
     if not folds:
         return
     if _kernel_serves(op, layout, table):
-        _fold_by_kernel(direction, batch, folds, gathered, table)
+        _by_kernel("state", direction, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
     with ieee_math(table.device.type):
@@ -75,7 +76,7 @@ def compose_gathered(
     if not folds:
         return
     if _kernel_serves(op, layout, table):
-        _compose_by_kernel(direction, batch, folds, gathered, table)
+        _by_kernel("transition", direction, batch, folds, gathered, table)
         return
     product = compose(op, direction, layout)
     with ieee_math(table.device.type):
@@ -99,60 +100,43 @@ def _kernel_serves(op: str, layout: str, table: Tensor) -> bool:
         and table.is_cuda
         and table.dtype == torch.float32
         and {*table.shape[2:]} <= _KERNEL_DIMS
-        and find_spec("triton") is not None
+        and _has_triton()
     )
 
 
-def _fold_by_kernel(
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _by_kernel(
+    what: str,
     direction: str,
     batch: int,
     folds: tuple[Fold, ...],
     gathered: Sequence[Gathered],
     table: Tensor,
 ) -> None:
+    """Run the kernel; ``what`` is ``"state"`` or ``"transition"``.
+
+    A product of transitions is a fold whose state is a transition.
+    """
     from cptransport_kernels.fold import fold
 
-    rounds = _rounds(folds)
-    states = _addresses(gathered, rounds, "state")
+    world_size = len(gathered[0]["state"])
+    rounds, steps = _steps(Same(folds), world_size, table.device, what, direction)
+    transitions = _addresses(gathered, rounds, "transition")
+    states = transitions if what == "transition" else _addresses(gathered, rounds, "state")
     assert states is not None
     fold(
-        _fold_steps(folds, rounds, len(gathered[0]["state"]), table.device),
+        steps,
         states,
-        _addresses(gathered, rounds, "transition"),
-        shape=(table.shape[1], table.shape[2], table.shape[3]),
-        batch=batch,
-        out=table,
-        transposed=direction == "backward",
-    )
-
-
-def _compose_by_kernel(
-    direction: str,
-    batch: int,
-    folds: tuple[Fold, ...],
-    gathered: Sequence[Gathered],
-    table: Tensor,
-) -> None:
-    """A product of transitions is a fold whose state is a transition."""
-    from cptransport_kernels.fold import fold
-
-    rounds = _rounds(folds)
-    transitions = _addresses(gathered, rounds, "transition")
-    assert transitions is not None
-    fold(
-        _compose_steps(folds, rounds, len(gathered[0]["state"]), table.device, direction),
-        transitions,
         transitions,
         shape=(table.shape[1], table.shape[2], table.shape[3]),
         batch=batch,
         out=table,
+        transposed=what == "state" and direction == "backward",
     )
-
-
-@lru_cache(maxsize=256)
-def _rounds(folds: tuple[Fold, ...]) -> tuple[int, ...]:
-    """The rounds that folds read; the kernel's tables have their addresses one after the other."""
-    return tuple(sorted({source.round for fold in folds for source in fold.sources}))
 
 
 def _addresses(gathered: Sequence[Gathered], rounds: tuple[int, ...], part: str) -> Tensor | None:
@@ -165,47 +149,33 @@ def _addresses(gathered: Sequence[Gathered], rounds: tuple[int, ...], part: str)
     return torch.cat([present[0] if table is None else table for table in tables])
 
 
-@lru_cache(maxsize=256)
-def _fold_steps(
-    folds: tuple[Fold, ...], rounds: tuple[int, ...], world_size: int, device: torch.device
-) -> Any:
-    """The kernel's table of steps, uploaded once."""
+@lru_cache(maxsize=512)
+def _steps(
+    folds: Same, world_size: int, device: torch.device, what: str, direction: str
+) -> tuple[tuple[int, ...], Any]:
+    """Return the rounds that folds read, and the kernel's table of steps, uploaded once.
+
+    The kernel's tables of addresses have those of the rounds one after the other.
+    """
     from cptransport_kernels.fold import FoldSteps
 
-    rows: list[Sequence[tuple[int, int, int, int]]] = []
-    for fold in folds:
-        first, *others = fold.sources
-        rows.append(
-            [
-                (_place(first, rounds, world_size), first.row, -1, -1),
-                *((_place(s, rounds, world_size), s.row, s.row, -1) for s in others),
-            ]
-        )
-    return FoldSteps(rows, device, results=[fold.target.row for fold in folds])
+    many: tuple[Fold, ...] = folds.it
+    rounds = tuple(sorted({source.round for fold in many for source in fold.sources}))
 
+    def place(source: Source) -> int:
+        return rounds.index(source.round) * world_size + source.rank
 
-@lru_cache(maxsize=256)
-def _compose_steps(
-    folds: tuple[Fold, ...],
-    rounds: tuple[int, ...],
-    world_size: int,
-    device: torch.device,
-    direction: str,
-) -> Any:
-    """The same for ``later @ earlier``, or ``earlier @ later`` in the backward: see ``summary``."""
-    from cptransport_kernels.fold import FoldSteps
+    def of_state(fold: Fold) -> list[tuple[int, int, int, int]]:
+        return [
+            (place(source), source.row, source.row if index else -1, -1)
+            for index, source in enumerate(fold.sources)
+        ]
 
-    rows: list[Sequence[tuple[int, int, int, int]]] = []
-    for fold in folds:
+    def of_transition(fold: Fold) -> list[tuple[int, int, int, int]]:
+        # ``later @ earlier``, or ``earlier @ later`` in the backward: see ``summary``.
         right, left = fold.sources if direction == "forward" else fold.sources[::-1]
-        rows.append(
-            [
-                (_place(right, rounds, world_size), right.row, -1, -1),
-                (_place(left, rounds, world_size), -1, left.row, -1),
-            ]
-        )
-    return FoldSteps(rows, device, results=[fold.target.row for fold in folds])
+        return [(place(right), right.row, -1, -1), (place(left), -1, left.row, -1)]
 
-
-def _place(source: Source, rounds: tuple[int, ...], world_size: int) -> int:
-    return rounds.index(source.round) * world_size + source.rank
+    row = of_state if what == "state" else of_transition
+    rows = [row(fold) for fold in many]
+    return rounds, FoldSteps(rows, device, results=[fold.target.row for fold in many])

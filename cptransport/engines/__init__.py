@@ -7,6 +7,9 @@ calls it in this order, with the exchange between the calls::
     forward_local   -> publish -> (receive) -> forward_finish
     backward_local  -> publish -> (receive) -> backward_finish
 
+An engine that has more than one way may have a method ``detail(facts) -> str`` too: how it computes
+such calls, for ``last_run()``.
+
 Conventions shared by all engines:
 
 * A *segment* is a run of local rows of one sequence. Segments may have zero length; rows of no
@@ -52,7 +55,8 @@ __all__ = [
 ]
 
 #: Resolves to a ``[R, ...]`` table of states when called; calling may wait for peers, so call it as
-#: late as possible.
+#: late as possible. It may have a method ``summaries()``: what came, not folded, for an engine that
+#: composes by itself, or None (``exchange.Summaries``).
 StateTable = Callable[[], Tensor]
 
 
@@ -89,13 +93,10 @@ class Need:
             this segment's seed (the gradient of the final state for a last segment, zero for
             others).
         transition: M (backward writes it again, from what forward kept).
-        keep_transition: forward: M will be asked for in the backward, though it need not be written
-            now.
     """
 
     state: bool
     transition: bool
-    keep_transition: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class OpFacts:
         max_tokens: the plan's maximum number of local rows of a rank.
         requires_grad: names of the inputs that require gradients.
         options: the op's ``KDAOptions`` or ``SSDOptions``.
+        named: the caller asked for this engine by name, and so answers for what only the data would
+            show; an engine may then serve what it declines as an automatic choice.
     """
 
     op: str
@@ -133,6 +136,7 @@ class OpFacts:
     max_tokens: int
     requires_grad: frozenset[str]
     options: KDAOptions | SSDOptions
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,6 +165,7 @@ class KDAInputs:
         seed: ``[R, HV, K, V]`` in the state dtype: initial states in the rows of first segments,
             zeros elsewhere. None: all zero.
         options: see ``KDAOptions``.
+        outgoing: whether the states that leave last segments are read, and may get a gradient.
     """
 
     q: Tensor
@@ -172,6 +177,7 @@ class KDAInputs:
     dt_bias: Tensor | None
     seed: Tensor | None
     options: KDAOptions
+    outgoing: bool = True
 
 
 @dataclass(frozen=True)
@@ -224,12 +230,12 @@ class Finished:
     Attributes:
         output: o ``[B, T, HV, V]`` or y ``[B, T, nheads, headdim]`` in v's (x's) dtype.
         outgoing: ``[R, ...]`` states that leave the segments; only the rows of last segments are
-            read.
+            read. May be None where the inputs say that nobody reads them.
         saved: what the backward needs; nothing in it aliases a staged tensor.
     """
 
     output: Tensor
-    outgoing: Tensor
+    outgoing: Tensor | None
     saved: Saved
 
 

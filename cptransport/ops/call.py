@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from cptransport.context import CPContext
 from cptransport.engines import Engine, LocalSegment, OpFacts, OutputGrads, Saved
-from cptransport.exchange import Wire, begin
+from cptransport.exchange import Course, Exchange, Summaries, Wire, course, start
 from cptransport.ops.once import once_differentiable
-from cptransport.ops.scope import agree, op_step, reporting
+from cptransport.ops.scope import RunRecord, agree, op_step, reporting
 from cptransport.plan import Plan
 
 __all__ = [
@@ -28,14 +28,18 @@ __all__ = [
     "OpCall",
     "SavedCall",
     "apply",
+    "checked",
+    "compute",
     "run_backward",
     "run_forward",
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class OpCall:
     """One op call without its tensors; alike on every rank but for the context's rank.
+
+    Calls of one signature share it, so what is worked out here is worked out once.
 
     Attributes:
         title: the op's public name.
@@ -47,6 +51,8 @@ class OpCall:
         swap: the caller's state layout is the transpose of the engine's.
         initial_dtype: dtype of the initial state, None without one.
         flat: inputs whose gradient goes back in a shape other than the engine's.
+        record: what the call runs on.
+        final: whether the final states are wanted.
     """
 
     title: str
@@ -61,23 +67,57 @@ class OpCall:
     swap: bool
     initial_dtype: torch.dtype | None
     flat: Mapping[str, tuple[int, ...]]
+    record: RunRecord
+    final: bool = True
+
+    @cached_property
+    def rows(self) -> _Rows:
+        """Which rows of a state table belong to which sequence."""
+        context = self.context
+        return _rows(context.plan, context.rank, self.facts.batch, self.wire.device)
+
+    @cached_property
+    def forward(self) -> Course:
+        """The exchange of the forward."""
+        return course(self.wire, self.context.plan, "forward", self.context.rank)
+
+    @cached_property
+    def backward(self) -> Course:
+        """The exchange of the backward."""
+        return course(self.wire, self.context.plan, "backward", self.context.rank)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """``[N, ...]`` of initial and final states in the engine's layout."""
+        *lead, a, b = self.state_shape
+        return (*lead, b, a) if self.swap else self.state_shape
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """What a forward gives: output, final states of all sequences (zeros where not owned), and what backward needs."""
+    """What a forward gives.
+
+    Attributes:
+        output: of this rank's tokens.
+        final_states: of all sequences, zeros where not owned; None unless wanted.
+        saved: what the backward needs.
+    """
 
     output: Tensor
-    final_states: Tensor
+    final_states: Tensor | None
     saved: Saved
 
 
 @dataclass(frozen=True)
 class SavedCall:
-    """The ``saved`` of the explicit contracts: pass it to the backward of the same op, once."""
+    """The ``saved`` of the explicit contracts: pass it to the backward of the same op, once.
+
+    ``thd``: the tokens came without the batch axis.
+    """
 
     call: OpCall
     saved: Saved
+    thd: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,6 +129,12 @@ class _Rows:
     first_states: Tensor
     last_rows: Tensor
     last_states: Tensor
+
+    def of(self, which: str) -> tuple[Tensor, Tensor]:
+        """Return the rows and the states of the sequences that are ``"first"``, ``"last"`` here."""
+        if which == "first":
+            return self.first_rows, self.first_states
+        return self.last_rows, self.last_states
 
 
 @lru_cache(maxsize=256)
@@ -121,24 +167,61 @@ def _rows(plan: Plan, rank: int, batch: int, device: torch.device) -> _Rows:
     return _Rows(tuple(local), *table("first"), *table("last"))
 
 
+class _Entering:
+    """The ``StateTable`` of a pass; ``summaries()`` is what came before any fold, where there is such."""
+
+    __slots__ = ("_exchange", "_seed")
+
+    def __init__(self, exchange: Exchange, seed: Tensor | None) -> None:
+        self._exchange, self._seed = exchange, seed
+
+    def __call__(self) -> Tensor:
+        return self._exchange.incoming(self._seed)
+
+    def summaries(self) -> Summaries | None:
+        return self._exchange.summaries()
+
+
+#: Checks a rank's inputs; see ``agree``.
+Prepare = Callable[[], tuple[OpCall, str]]
+
+
+def checked(context: CPContext, title: str, prepare: Prepare) -> OpCall:
+    """Open the step of a forward and check its inputs."""
+    with op_step(context.transport):
+        return agree(context.transport, title, prepare)
+
+
+def compute(
+    context: CPContext,
+    title: str,
+    prepare: Prepare,
+    tensors: Sequence[Tensor | None],
+    initial_state: Tensor | None,
+) -> tuple[OpCall, ForwardResult]:
+    """Check inputs and compute a forward, in one step and without autograd."""
+    call = checked(context, title, prepare)
+    with torch.no_grad(), reporting(context.transport):
+        return call, run_forward(call, tensors, initial_state)
+
+
 def run_forward(
     call: OpCall, tensors: Sequence[Tensor | None], initial_state: Tensor | None
 ) -> ForwardResult:
     """Compute one forward. Runs inside the step and after the checks of the caller."""
-    transport, plan = call.context.transport, call.context.plan
-    rows = _rows(plan, transport.rank, call.facts.batch, call.wire.device)
+    rows = call.rows
     seed = None if initial_state is None else _to_table(call, rows, "first", initial_state)
-    exchange = begin(call.wire, plan, transport, "forward")
+    exchange = start(call.forward, call.context.transport)
     local = call.engine.forward_local(
         call.build(tensors, seed), rows.segments, exchange.needs, exchange.out
     )
     exchange.publish()
     if not call.overlap:
-        exchange.incoming(seed)
-    finished = call.engine.forward_finish(local, lambda: exchange.incoming(seed))
-    final = finished.outgoing.new_zeros(_inner_shape(call))
-    final.index_copy_(0, rows.last_states, finished.outgoing.index_select(0, rows.last_rows))
-    return ForwardResult(finished.output, _swapped(call, final), finished.saved)
+        exchange.complete(seed)
+    finished = call.engine.forward_finish(local, _Entering(exchange, seed))
+    exchange.complete(seed)
+    final = _from_table(call, rows, "last", finished.outgoing) if call.final else None
+    return ForwardResult(finished.output, final, finished.saved)
 
 
 def run_backward(
@@ -153,29 +236,27 @@ def run_backward(
 
     ``check`` raises what is wrong with gradients that did not come from autograd.
     """
-    transport, plan = call.context.transport, call.context.plan
+    transport, rows = call.context.transport, call.rows
 
     def prepare() -> tuple[None, str]:
         check()
-        return None, f"gradient dtype {grad_output.dtype}; plan {plan.digest()}"
+        return None, f"gradient dtype {grad_output.dtype}; plan {call.context.plan.digest()}"
 
     with op_step(transport):
         agree(transport, f"{call.title} backward", prepare)
-        rows = _rows(plan, transport.rank, call.facts.batch, call.wire.device)
         seed = None if grad_final is None else _to_table(call, rows, "last", grad_final)
-        exchange = begin(call.wire, plan, transport, "backward")
+        exchange = start(call.backward, transport)
         local = call.engine.backward_local(
             saved, OutputGrads(grad_output, seed), exchange.needs, exchange.out
         )
         exchange.publish()
         if not call.overlap:
-            exchange.incoming(seed)
-        grads = call.engine.backward_finish(local, lambda: exchange.incoming(seed))
+            exchange.complete(seed)
+        grads = call.engine.backward_finish(local, _Entering(exchange, seed))
+        exchange.complete(seed)
     d_initial = None
     if call.initial_dtype is not None:
-        d_initial = grads.incoming.new_zeros(_inner_shape(call))
-        d_initial.index_copy_(0, rows.first_states, grads.incoming.index_select(0, rows.first_rows))
-        d_initial = _swapped(call, d_initial).to(call.initial_dtype)
+        d_initial = _from_table(call, rows, "first", grads.incoming).to(call.initial_dtype)
     inputs = dict(grads.inputs)
     for name, shape in call.flat.items():
         grad = inputs.get(name)
@@ -183,29 +264,34 @@ def run_backward(
     return inputs, d_initial
 
 
-def _inner_shape(call: OpCall) -> tuple[int, ...]:
-    *lead, a, b = call.state_shape
-    return (*lead, b, a) if call.swap else call.state_shape
-
-
-def _swapped(call: OpCall, states: Tensor) -> Tensor:
-    return states.transpose(-1, -2).contiguous() if call.swap else states
-
-
 def _to_table(call: OpCall, rows: _Rows, which: str, states: Tensor) -> Tensor:
     """Put rows of ``[N, ...]`` states in the caller's layout into an otherwise zero ``[R, ...]`` table."""
     inner = states.transpose(-1, -2) if call.swap else states
-    targets, sources = (
-        (rows.first_rows, rows.first_states)
-        if which == "first"
-        else (rows.last_rows, rows.last_states)
-    )
-    table = torch.zeros(
-        (len(rows.segments) * call.facts.batch, *inner.shape[1:]),
-        dtype=call.facts.state_dtype,
-        device=states.device,
-    )
-    return table.index_copy_(0, targets, inner.index_select(0, sources).to(table.dtype))
+    targets, sources = rows.of(which)
+    size = len(rows.segments) * call.facts.batch
+    return _scatter(inner, sources, targets, size, call.facts.state_dtype)
+
+
+def _from_table(call: OpCall, rows: _Rows, which: str, table: Tensor | None) -> Tensor:
+    """Take ``[N, ...]`` states in the caller's layout from a table; zeros for those that are not in it."""
+    sources, targets = rows.of(which)
+    inner = call.inner_shape
+    if table is None:
+        states = torch.zeros(inner, dtype=call.facts.state_dtype, device=call.wire.device)
+    else:
+        states = _scatter(table, sources, targets, inner[0], table.dtype)
+    return states.transpose(-1, -2).contiguous() if call.swap else states
+
+
+def _scatter(
+    table: Tensor, sources: Tensor, targets: Tensor, size: int, dtype: torch.dtype
+) -> Tensor:
+    """Move rows to a table of ``size`` rows, zeros in the others; targets ascend."""
+    picked = table.index_select(0, sources).to(dtype)
+    if len(targets) == size:
+        return picked
+    moved = torch.zeros((size, *table.shape[1:]), dtype=dtype, device=table.device)
+    return moved.index_copy_(0, targets, picked)
 
 
 class _BoundaryFunction(torch.autograd.Function):
@@ -214,7 +300,7 @@ class _BoundaryFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Run the forward and save what the backward needs."""
         with reporting(call.context.transport):
             result = run_forward(call, tensors, initial_state)
@@ -241,6 +327,9 @@ class _BoundaryFunction(torch.autograd.Function):
 
 def apply(
     call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Run a call under autograd and return ``(output, final_states)``; tensors in the order of ``call.names``."""
+) -> tuple[Tensor, Any]:
+    """Run a call under autograd and return ``(output, final_states)``, these None unless wanted.
+
+    Tensors stand in the order of ``call.names``.
+    """
     return _BoundaryFunction.apply(call, initial_state, *tensors)  # type: ignore[no-untyped-call, no-any-return]

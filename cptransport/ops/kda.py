@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from cptransport import env
 from cptransport.context import CPContext
 from cptransport.engines import KDAInputs, KDAOptions
 from cptransport.errors import OpInputError
-from cptransport.ops.call import OpCall, SavedCall, apply, run_backward, run_forward
+from cptransport.ops.call import OpCall, SavedCall, apply, checked, compute, run_backward
 from cptransport.ops.inputs import (
     check_batch,
     check_context,
@@ -25,8 +25,8 @@ from cptransport.ops.inputs import (
     refuse_upstream,
     state_dtype,
 )
-from cptransport.ops.prepare import make_call
-from cptransport.ops.scope import agree, op_step
+from cptransport.ops.prepare import make_call, recall
+from cptransport.ops.traced import Like, Ran, Traceable, register, trace
 
 __all__ = ["KDAForward", "KDAGrads", "chunk_kda", "kda_backward", "kda_forward"]
 
@@ -46,7 +46,7 @@ _UPSTREAM = {
 
 @dataclass(frozen=True)
 class KDAForward:
-    """Result of ``kda_forward``: o ``[B, T, HV, V]``, final_state if asked, and what ``kda_backward`` takes."""
+    """Result of ``kda_forward``: o ``[B, T, HV, V]``, or THD; final_state if asked; what ``kda_backward`` takes."""
 
     o: Tensor
     final_state: Tensor | None
@@ -137,29 +137,30 @@ def chunk_kda(
     Stream: ordered on the current stream.
     Source: Kimi Linear report, section 2.1; argument names as ``fla.ops.kda.chunk_kda``.
     """
-    transport = check_context(cp_context).transport
-    inputs = _Arguments(q, k, v, g, beta, A_log, dt_bias, initial_state)
-    with op_step(transport):
-        call = agree(
-            transport,
-            "chunk_kda",
-            lambda: _prepare(
-                inputs,
-                cp_context,
-                scale=scale,
-                engine=engine,
-                state_v_first=state_v_first,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-                use_gate_in_kernel=use_gate_in_kernel,
-                safe_gate=safe_gate,
-                lower_bound=lower_bound,
-                use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-                allow_neg_eigval=allow_neg_eigval,
-                **upstream,
-            ),
-        )
-    o, final_state = apply(call, initial_state, *inputs.tensors().values())
-    return o, final_state if output_final_state else None
+    check_context(cp_context)
+    tensors = (q, k, v, g, beta, A_log, dt_bias)
+    settings = _Settings(
+        None if scale is None else float(scale),
+        engine,
+        state_v_first,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        safe_gate,
+        lower_bound,
+        use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
+        output_final_state,
+    )
+    if torch.compiler.is_compiling():
+        refuse_upstream("chunk_kda", upstream, _UPSTREAM)
+        given = {**dict(zip(_NAMES, tensors, strict=True)), "initial_state": initial_state}
+        o, final_state = trace("chunk_kda", cp_context, given, settings._asdict())
+        return o, final_state if output_final_state else None
+
+    def prepare() -> tuple[OpCall, str]:
+        return _prepare(cp_context, tensors, initial_state, settings, upstream)
+
+    return apply(checked(cp_context, "chunk_kda", prepare), initial_state, *tensors)
 
 
 def kda_forward(
@@ -178,19 +179,30 @@ def kda_forward(
 ) -> KDAForward:
     """Forward of ``chunk_kda`` without autograd, for frameworks that own theirs. Arguments as there.
 
+    Packed input may also come without the batch axis, as THD: q, k ``[T, H, K]``, v ``[T, HV, V]``,
+    g ``[T, HV, K]``, beta ``[T, HV]``; then o, its gradient and theirs are so too.
+
     Returns:
         KDAForward: hand ``saved`` to ``kda_backward``. Tensors in it alias inputs; do not write to
             those before.
 
     Raises, Collective, Stream: as ``chunk_kda``.
     """
-    transport = check_context(cp_context).transport
-    inputs = _Arguments(q, k, v, g, beta, A_log, dt_bias, initial_state)
-    with torch.no_grad(), op_step(transport):
-        call = agree(transport, "kda_forward", lambda: _prepare(inputs, cp_context, **options))
-        result = run_forward(call, tuple(inputs.tensors().values()), initial_state)
+    check_context(cp_context)
+    thd = getattr(q, "ndim", 0) == 3
+    tokens = (x[None] if thd else x for x in (q, k, v, g, beta))
+    tensors = (*tokens, A_log, dt_bias)
+    known = {name: options.pop(name) for name in _Settings._fields if name in options}
+    settings = _Settings(**known)._replace(final=True)  # its gradient may be given later
+
+    def prepare() -> tuple[OpCall, str]:
+        return _prepare(cp_context, tensors, initial_state, settings, options)
+
+    with torch.no_grad():
+        call, result = compute(cp_context, "kda_forward", prepare, tensors, initial_state)
     final_state = result.final_states if output_final_state else None
-    return KDAForward(result.output, final_state, SavedCall(call, result.saved))
+    output = result.output[0] if thd else result.output
+    return KDAForward(output, final_state, SavedCall(call, result.saved, thd))
 
 
 def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = None) -> KDAGrads:
@@ -198,7 +210,7 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
 
     Args:
         saved: from ``kda_forward``.
-        do: gradient of o, ``[B, T, HV, V]``.
+        do: gradient of o, in its shape.
         d_final_state: gradient of the final states, in their layout; rows of sequences that this
             rank does not own are ignored.
 
@@ -213,140 +225,180 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
     """
     call = saved.call
     facts, local = call.facts, call.context.local
-    shape = (facts.batch, local.num_tokens, facts.value_heads, facts.value_dim)
+    shape: tuple[int, ...] = (facts.batch, local.num_tokens, facts.value_heads, facts.value_dim)
+    words = "[B, T, HV, V]"
+    if saved.thd:
+        shape, words = shape[1:], "[T, HV, V]"
 
     def check() -> None:
-        check_shape("do", do, shape, "[B, T, HV, V]")
+        check_shape("do", do, shape, words)
         if d_final_state is not None:
             check_shape("d_final_state", d_final_state, call.state_shape, "the final state's shape")
 
     with torch.no_grad():
-        grads, d_initial = run_backward(call, saved.saved, do, d_final_state, check=check)
+        grad = do[None] if saved.thd else do
+        grads, d_initial = run_backward(call, saved.saved, grad, d_final_state, check=check)
+    if saved.thd:
+        for name in _TOKENS:
+            found = grads.get(name)
+            grads[name] = None if found is None else found[0]
     return KDAGrads(
         **{f"d{name}": grads.get(name) for name in call.names}, dinitial_state=d_initial
     )
 
 
-@dataclass(frozen=True)
-class _Arguments:
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    A_log: Tensor | None
-    dt_bias: Tensor | None
-    initial_state: Tensor | None
+class _Settings(NamedTuple):
+    """The arguments that are no tensors; names as in ``chunk_kda``, ``final`` is ``output_final_state``."""
 
-    def tensors(self) -> dict[str, Tensor | None]:
-        names = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-        return {name: getattr(self, name) for name in names}
+    scale: float | None = None
+    engine: str | None = None
+    state_v_first: bool = False
+    use_qk_l2norm_in_kernel: bool = False
+    use_gate_in_kernel: bool = False
+    safe_gate: bool = False
+    lower_bound: float | None = None
+    use_beta_sigmoid_in_kernel: bool = False
+    allow_neg_eigval: bool = False
+    final: bool = False
+
+
+_TOKENS = ("q", "k", "v", "g", "beta")
+_NAMES = (*_TOKENS, "A_log", "dt_bias")
 
 
 def _prepare(
-    given: _Arguments,
     context: CPContext,
-    /,
-    *,
-    scale: float | None = None,
-    engine: str | None = None,
-    state_v_first: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    **upstream: Any,
+    tensors: Sequence[Tensor | None],
+    initial_state: Tensor | None,
+    settings: _Settings,
+    upstream: Mapping[str, Any],
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
     refuse_upstream("chunk_kda", upstream, _UPSTREAM)
-    _check_options(
-        given,
-        use_gate_in_kernel,
-        safe_gate,
-        lower_bound,
-        use_beta_sigmoid_in_kernel,
-        allow_neg_eigval,
+    call, text = recall(
+        context,
+        "chunk_kda",
+        (*tensors, initial_state),
+        settings,
+        lambda: _make(context, tensors, initial_state, settings),
     )
-    check_shape("q", given.q, (None, None, None, None), "[B, T, H, K]")
-    states = check_batch("q", given.q, context)
-    batch, length, heads, key_dim = given.q.shape
-    check_shape("v", given.v, (batch, length, None, None), "[B, T, HV, V]")
-    value_heads, value_dim = given.v.shape[2:]
+    g: Any = tensors[3]
+    if not settings.use_gate_in_kernel and env.flag(env.CHECK) and bool((g > 0).any()):
+        raise OpInputError("g must be a natural-log decay in [-inf, 0], found positive values")
+    return call, text
+
+
+def _make(
+    context: CPContext,
+    tensors: Sequence[Any],
+    initial_state: Tensor | None,
+    settings: _Settings,
+) -> tuple[OpCall, str]:
+    """Make a call of a signature that the context has not seen."""
+    q, k, v, g, beta, a_log, dt_bias = tensors
+    _check_settings(settings, {"A_log": a_log, "dt_bias": dt_bias})
+    check_shape("q", q, (None, None, None, None), "[B, T, H, K]")
+    states = check_batch("q", q, context)
+    batch, length, heads, key_dim = q.shape
+    check_shape("v", v, (batch, length, None, None), "[B, T, HV, V]")
+    value_heads, value_dim = v.shape[2:]
     if heads < 1 or value_heads < 1 or value_heads % heads:
         raise OpInputError(f"HV must be a multiple of H, got HV = {value_heads}, H = {heads}")
     for name, size in (("K", key_dim), ("V", value_dim)):
         if not 1 <= size <= _MAX_HEAD_DIM:
             raise OpInputError(f"{name} must be between 1 and {_MAX_HEAD_DIM}, got {size}")
-    check_shape("k", given.k, tuple(given.q.shape), "[B, T, H, K]")
-    check_shape("g", given.g, (batch, length, value_heads, key_dim), "[B, T, HV, K]")
-    check_shape("beta", given.beta, (batch, length, value_heads), "[B, T, HV]")
-    if given.A_log is not None:
-        check_shape("A_log", given.A_log, (value_heads,), "[HV]")
-    if given.dt_bias is not None and given.dt_bias.shape != (value_heads * key_dim,):
-        check_shape("dt_bias", given.dt_bias, (value_heads, key_dim), "[HV, K] or [HV * K]")
+    check_shape("k", k, tuple(q.shape), "[B, T, H, K]")
+    check_shape("g", g, (batch, length, value_heads, key_dim), "[B, T, HV, K]")
+    check_shape("beta", beta, (batch, length, value_heads), "[B, T, HV]")
+    if a_log is not None:
+        check_shape("A_log", a_log, (value_heads,), "[HV]")
+    if dt_bias is not None and dt_bias.shape != (value_heads * key_dim,):
+        check_shape("dt_bias", dt_bias, (value_heads, key_dim), "[HV, K] or [HV * K]")
     state_shape = (states, value_heads, key_dim, value_dim)
     words = "[N, HV, K, V]"
-    if state_v_first:
+    if settings.state_v_first:
         state_shape, words = (states, value_heads, value_dim, key_dim), "[N, HV, V, K]"
-    if given.initial_state is not None:
-        check_shape("initial_state", given.initial_state, state_shape, words)
-    check_floating(
-        {**given.tensors(), "initial_state": given.initial_state}, op_device(context, given.q)
-    )
-    check_same_dtype({"q": given.q, "k": given.k, "v": given.v})
-    if env.flag(env.CHECK) and not use_gate_in_kernel and bool((given.g > 0).any()):
-        raise OpInputError("g must be a natural-log decay in [-inf, 0], found positive values")
+    if initial_state is not None:
+        check_shape("initial_state", initial_state, state_shape, words)
+    given = dict(zip(_NAMES, tensors, strict=True))
+    check_floating({**given, "initial_state": initial_state}, op_device(context, q))
+    check_same_dtype({"q": q, "k": k, "v": v})
     options = KDAOptions(
-        scale=key_dim**-0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-        use_gate_in_kernel=use_gate_in_kernel,
-        safe_gate=safe_gate,
-        lower_bound=lower_bound,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid_in_kernel,
-        allow_neg_eigval=allow_neg_eigval,
+        scale=key_dim**-0.5 if settings.scale is None else float(settings.scale),
+        use_qk_l2norm_in_kernel=settings.use_qk_l2norm_in_kernel,
+        use_gate_in_kernel=settings.use_gate_in_kernel,
+        safe_gate=settings.safe_gate,
+        lower_bound=settings.lower_bound,
+        use_beta_sigmoid_in_kernel=settings.use_beta_sigmoid_in_kernel,
+        allow_neg_eigval=settings.allow_neg_eigval,
     )
 
     def build(tensors: Sequence[Any], seed: Tensor | None) -> KDAInputs:
         q, k, v, g, beta, a_log, dt_bias = tensors
         if dt_bias is not None:
             dt_bias = dt_bias.reshape(value_heads, key_dim)
-        return KDAInputs(q, k, v, g, beta, a_log, dt_bias, seed, options)
+        return KDAInputs(q, k, v, g, beta, a_log, dt_bias, seed, options, settings.final)
 
     return make_call(
         "chunk_kda",
         "kda",
         context,
-        given.tensors(),
-        given.initial_state,
+        given,
+        initial_state,
         build,
         options,
         sizes=(batch, heads, value_heads, key_dim, value_dim),
         state_shape=state_shape,
-        state_dtype=state_dtype(given.v),
-        user_layout="v_major" if state_v_first else "k_major",
-        engine=engine,
-        flat={} if given.dt_bias is None else {"dt_bias": tuple(given.dt_bias.shape)},
+        state_dtype=state_dtype(v),
+        user_layout="v_major" if settings.state_v_first else "k_major",
+        engine=settings.engine,
+        flat={} if dt_bias is None else {"dt_bias": tuple(dt_bias.shape)},
+        final=settings.final,
     )
 
 
-def _check_options(
-    given: _Arguments,
-    use_gate_in_kernel: bool,
-    safe_gate: bool,
-    lower_bound: float | None,
-    use_beta_sigmoid_in_kernel: bool,
-    allow_neg_eigval: bool,
-) -> None:
-    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+def _check_settings(settings: _Settings, parameters: Mapping[str, Tensor | None]) -> None:
+    if settings.allow_neg_eigval and not settings.use_beta_sigmoid_in_kernel:
         raise OpInputError("allow_neg_eigval needs use_beta_sigmoid_in_kernel")
-    if not use_gate_in_kernel:
-        inside = {"A_log": given.A_log, "dt_bias": given.dt_bias, "lower_bound": lower_bound}
+    lower_bound = settings.lower_bound
+    if not settings.use_gate_in_kernel:
+        inside = {**parameters, "lower_bound": lower_bound}
         for name, value in inside.items():
             if value is not None:
                 raise OpInputError(f"{name} needs use_gate_in_kernel")
-    elif safe_gate and lower_bound is None:
+    elif settings.safe_gate and lower_bound is None:
         raise OpInputError("safe_gate needs lower_bound when the gate is computed inside")
     if lower_bound is not None and not lower_bound < 0:
         raise OpInputError(f"lower_bound must be negative, got {lower_bound}")
+
+
+def _run(context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Ran:
+    """Run ``chunk_kda`` for a compiled program."""
+    tensors = tuple(given.get(name) for name in _NAMES)
+    initial_state = given.get("initial_state")
+
+    def prepare() -> tuple[OpCall, str]:
+        return _prepare(context, tensors, initial_state, _Settings(**settings), {})
+
+    call, result = compute(context, "chunk_kda", prepare, tensors, initial_state)
+
+    def backward(do: Tensor, d_final: Tensor | None) -> Mapping[str, Tensor | None]:
+        grads, d_initial = run_backward(call, result.saved, do, d_final)
+        return {**grads, "initial_state": d_initial}
+
+    return Ran(result.output, result.final_states, backward)
+
+
+def _like(
+    context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Like, Like | None]:
+    """Return what ``chunk_kda`` gives for inputs that fit together."""
+    q, v = given["q"], given["v"]
+    states = check_batch("q", q, context)
+    sizes = (q.shape[3], v.shape[3])
+    shape = (states, v.shape[2], *(sizes[::-1] if settings["state_v_first"] else sizes))
+    final = (shape, state_dtype(v)) if settings["final"] else None
+    return (tuple(v.shape), v.dtype), final
+
+
+register("chunk_kda", Traceable(_run, _like))

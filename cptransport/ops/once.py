@@ -42,10 +42,10 @@ def once_differentiable(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():  # no create_graph
+            return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # no create_graph
-            return found
         # What the gradients depend on makes a path to what the second backward asks for.
         origins = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
         return _Refuse.apply(found, *origins)  # type: ignore[no-untyped-call, no-any-return]

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,57 @@ from cptransport.ops.inputs import describe_call
 from cptransport.ops.scope import RunRecord, record_run
 from cptransport.transport import PartSpec
 
-__all__ = ["make_call"]
+__all__ = ["make_call", "recall"]
+
+#: Variables, beside ``CULA_CP_CHECK``, that a call depends on.
+_READ = tuple(variable.name for variable in (env.ENGINE, env.COMPOSITION, env.OVERLAP))
+#: Signatures that one context remembers.
+_REMEMBERED = 256
+
+
+def recall(
+    context: CPContext,
+    title: str,
+    tensors: Sequence[Tensor | None],
+    settings: Hashable,
+    make: Callable[[], tuple[OpCall, str]],
+) -> tuple[OpCall, str]:
+    """Return what ``make`` once returned for a call of the same signature, else call it.
+
+    A call depends on its tensors by shape, dtype, device and whether they require gradients. What
+    raises is not remembered.
+
+    Args:
+        context: which remembers.
+        title: public name of the op.
+        tensors: all that were given; None for those that were not.
+        settings: all else that the call depends on, but the environment and the transport.
+        make: checks the call; see ``make_call``.
+    """
+    transport = context.transport
+    try:
+        key = (
+            title,
+            settings,
+            torch.is_grad_enabled(),
+            getattr(transport, "strict", False),
+            getattr(transport, "preferred_engine", None),
+            *map(os.environ.get, _READ),
+            *[
+                None if t is None else (t.shape, t.dtype, t.device, t.requires_grad)
+                for t in tensors
+            ],
+        )
+        found = context.calls.get(key)
+    except (AttributeError, TypeError):  # no tensor, or no setting: what checks it says so
+        return make()
+    if found is None:
+        found = make()
+        if len(context.calls) >= _REMEMBERED:
+            context.calls.clear()
+        context.calls[key] = found
+    record_run(found[0].record)
+    return found
 
 
 def make_call(
@@ -38,6 +89,7 @@ def make_call(
     user_layout: str,
     engine: str | None,
     flat: Mapping[str, tuple[int, ...]] | None = None,
+    final: bool = True,
 ) -> tuple[OpCall, str]:
     """Choose engine and composition for a call.
 
@@ -53,7 +105,7 @@ def make_call(
         state_dtype: of states.
         user_layout: ``"k_major"`` or ``"v_major"``.
         engine: the op's argument.
-        flat: see ``OpCall``.
+        flat, final: see ``OpCall``.
 
     Returns:
         The call, and the text that must be the same on every rank.
@@ -89,6 +141,17 @@ def make_call(
     choice = _compose(context, parts)
     overlap = env.flag(env.OVERLAP)
     layout = getattr(chosen, "state_layout", "k_major")
+    record = RunRecord(
+        title,
+        chosen.name,
+        transport.name,
+        choice.composition,
+        overlap,
+        plan.world_size,
+        (*reasons, *choice.passed_over),
+        choice.predicted_s,
+        chosen.detail(facts) if hasattr(chosen, "detail") else "",
+    )
     call = OpCall(
         title=title,
         names=tuple(tensors),
@@ -102,19 +165,10 @@ def make_call(
         swap=layout != user_layout,
         initial_dtype=None if initial_state is None else initial_state.dtype,
         flat=flat or {},
+        record=record,
+        final=final,
     )
-    record_run(
-        RunRecord(
-            title,
-            chosen.name,
-            transport.name,
-            choice.composition,
-            overlap,
-            plan.world_size,
-            (*reasons, *choice.passed_over),
-            choice.predicted_s,
-        )
-    )
+    record_run(record)
     return call, describe_call(facts, plan.digest(), chosen.name, choice.composition, overlap)
 
 

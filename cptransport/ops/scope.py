@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ class RunRecord:
         reasons: ``(name, reason)`` for every engine or composition that was passed over.
         predicted_s: seconds that ``cptransport.cost`` predicts for the exchanges of summaries of one
             forward and one backward; None for an op that has no summaries.
+        detail: what the engine says of how it computes such calls, if anything.
     """
 
     op: str
@@ -44,6 +44,7 @@ class RunRecord:
     world_size: int
     reasons: tuple[tuple[str, str], ...] = ()
     predicted_s: float | None = None
+    detail: str = ""
 
 
 class _Last(threading.local):
@@ -63,30 +64,39 @@ def last_run() -> RunRecord | None:
     return _last.record
 
 
-@contextmanager
-def op_step(transport: BoundaryTransport | Carrier) -> Iterator[None]:
-    """Number one forward or backward of an op; what it raises reaches the peers (``docs/contract.md``)."""
+class _Reporting:
+    """See ``reporting``; a class, since a generator would cost every op call twice as much."""
+
+    __slots__ = ("_transport",)
+
+    def __init__(self, transport: BoundaryTransport | Carrier) -> None:
+        self._transport = transport
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            abandon = getattr(self._transport, "abandon", None)
+            if abandon is not None:
+                abandon(error)
+
+
+def op_step(transport: BoundaryTransport | Carrier) -> _Reporting:
+    """Number one forward or backward of an op; what the block raises reaches the peers (``docs/contract.md``)."""
     control = getattr(transport, "control", None)
     if control is not None:
         control.begin_step()
-    with reporting(transport):
-        yield
+    return _Reporting(transport)
 
 
-@contextmanager
-def reporting(transport: BoundaryTransport | Carrier) -> Iterator[None]:
-    """Tell the peers what is raised here, inside the current step.
+def reporting(transport: BoundaryTransport | Carrier) -> _Reporting:
+    """Tell the peers what the block raises, inside the current step.
 
     Never around ``Function.apply``: what leaves there may not be an error. Checkpointing stops its
     recomputation by an exception once it has seen enough saved tensors.
     """
-    try:
-        yield
-    except BaseException as error:
-        abandon = getattr(transport, "abandon", None)
-        if abandon is not None:
-            abandon(error)
-        raise
+    return _Reporting(transport)
 
 
 def agree(

@@ -67,9 +67,10 @@ def kda_entering_grad_kernel(
         b_de = tl.dot(tl.trans(b_r), b_do.to(CT), b_de, input_precision=PREC)
     head = (i_p * B + i_b).to(tl.int64) * HV + i_hv
     o_state = o_k[:, None] * V + o_v[None, :]
-    tl.store(p_de + head * K * V + o_state, b_de)
-    row = tl.load(p_pieces + i_p * 8 + 4)
+    if p_de is not None:
+        tl.store(p_de + head * K * V + o_state, b_de)
     if p_state is not None:
+        row = tl.load(p_pieces + i_p * 8 + 4)
         if row >= 0:
             out = (row * B + i_b).to(tl.int64) * HV + i_hv
             tl.store(p_state + out * K * V + o_state, b_de)

@@ -103,7 +103,8 @@ def kda_forward_pass_kernel(
                 tl.store(p_r + row0 * K + o_rc, b_o.to(CT), mask=m_row)
 
     if is_v:
-        tl.store(p_e + head * K * V + o_state, b_s)
+        if p_e is not None:
+            tl.store(p_e + head * K * V + o_state, b_s)
         if p_state is not None:
             row = tl.load(p_pieces + i_p * 8 + 4)
             if row >= 0:

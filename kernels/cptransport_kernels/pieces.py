@@ -31,6 +31,7 @@ class SegmentSpec:
         seeded: whether the state that enters is known at the start of the forward.
         state, transition: whether the forward summary holds its E, its M.
         grad_state, grad_transition: whether the backward summary holds its dE, its M.
+        outgoing: whether the state that leaves is read, and may get a gradient.
     """
 
     start: int
@@ -40,6 +41,7 @@ class SegmentSpec:
     transition: bool = False
     grad_state: bool = False
     grad_transition: bool = False
+    outgoing: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +57,9 @@ class Pieces:
         cut: whether any segment has more than one piece.
         unseeded: whether any piece starts from zero.
         gaps: whether local rows exist that belong to no segment.
+        outgoing: whether the state that leaves any segment is read.
+        keeps_state, keeps_transition: whether E, M of every piece are kept, beside those that the
+            summary holds.
         enter: steps from each segment's entering state to that of its last piece; prefix rows are
             pieces.
         enter_leave: the same, on to the leaving state.
@@ -76,6 +81,9 @@ class Pieces:
     cut: bool
     unseeded: bool
     gaps: bool
+    outgoing: bool
+    keeps_state: bool
+    keeps_transition: bool
     enter: FoldSteps
     enter_leave: FoldSteps
     leave: FoldSteps
@@ -177,6 +185,12 @@ def build_pieces(
 
     grad_compose = steps("grad_state", grad, cut_only=False)
     assert grad_compose is not None
+    cut = any(len(pieces) > 1 for pieces in ranges)
+    outgoing = any(s.outgoing for s in segments)
+    unseeded = any(piece[2] == 0 for piece in forward)
+    # A transition serves its segment's summary, in both directions, and whoever knows the gradient
+    # of the state that leaves; one that nobody reads is not written.
+    wanted = cut or any(s.transition or (s.outgoing and not s.seeded) for s in segments)
     return Pieces(
         forward=upload(forward, 8),
         backward=upload(backward, 8),
@@ -184,9 +198,12 @@ def build_pieces(
         num_pieces=len(forward),
         num_chunks=len(chunks),
         num_segments=len(segments),
-        cut=any(len(pieces) > 1 for pieces in ranges),
-        unseeded=any(piece[2] == 0 for piece in forward),
+        cut=cut,
+        unseeded=unseeded,
         gaps=sum(segment.stop - segment.start for segment in segments) != num_tokens,
+        outgoing=outgoing,
+        keeps_state=cut or outgoing,
+        keeps_transition=unseeded and wanted,
         enter=FoldSteps(
             [enter(pieces)[:-1] + [(0, -1, -1, pieces[-1])] for pieces in ranges],
             device,

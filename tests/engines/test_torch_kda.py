@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from cptransport.engines import Need, OutputGrads
 from cptransport.plan import build_plan
 
 INF = float("inf")
@@ -141,24 +140,6 @@ def test_gate_inputs_of_any_size(lab, engines, x):
     case.inputs["A_log"][:] = torch.tensor([0.3, 1.0, 1e4]).double().log() - log_softplus
     case.inputs["A_log"][1] = 0.5
     check(lab, engines, case)
-
-
-def test_keep_transition_without_writing_it(lab, engines):
-    """What the backward returns is what the forward would have written, in the same orientation."""
-    case = one_sequence(lab, length=60)
-    engine, chain = engines["kda"], lab.chain(engines["kda"], case)
-    chain.run()
-    segments = chain.segments[1]
-    inputs = case.local_inputs(1, None)
-    out = {name: torch.full(p.shape, torch.nan).double() for name, p in chain.parts.items()}
-    kept = [Need(state=False, transition=False, keep_transition=True)]
-    local = engine.forward_local(inputs, segments, kept, out)
-    assert all(table.isnan().all() for table in out.values())
-    saved = engine.forward_finish(local, lambda: chain._seed(1, case.initial, "last")).saved
-    grads = OutputGrads(case.plan.shard(case.grad_output, 1), None)
-    engine.backward_local(saved, grads, [Need(state=False, transition=True)], out)
-    assert torch.equal(out["transition"], chain.summaries["forward"][1]["transition"])
-    assert out["state"].isnan().all()
 
 
 def test_transition_is_the_product_of_the_steps(lab, engines):

@@ -181,8 +181,7 @@ def sharded(engine: Any, case: Case, x: dict[str, Tensor]) -> dict[str, Tensor]:
         }
 
     forward_need = [
-        [Need(not s.last, not s.first and not s.last, not s.first and not s.last) for s in segments]
-        for segments in ranks
+        [Need(not s.last, not s.first and not s.last) for s in segments] for segments in ranks
     ]
     backward_need = [
         [Need(not s.first, not s.first and not s.last) for s in segments] for segments in ranks

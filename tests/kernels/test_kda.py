@@ -161,7 +161,7 @@ def test_rows_of_no_segment_are_zero_and_never_read(device: str) -> None:
 
 def test_interior_rank_costs_nine_launches(device: str) -> None:
     segments = [LocalSegment(0, 70, 0, False, False)]
-    everything = Need(True, True, True)
+    everything = Need(True, True)
     rank_call(segments, 70, everything, everything, device)
     before = build_pieces.cache_info()
     with count_launches() as counter:

@@ -84,7 +84,7 @@ def interior(tokens: int, heads: int) -> Callable[[], tuple[torch.Tensor, Grads]
     inputs = KDAInputs(
         *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, KDAOptions(scale=0.1)
     )
-    segments, need = [LocalSegment(0, tokens, 0, False, False)], [Need(True, True, True)]
+    segments, need = [LocalSegment(0, tokens, 0, False, False)], [Need(True, True)]
 
     def step() -> tuple[torch.Tensor, Grads]:
         local = KDA_ENGINE.forward_local(inputs, segments, need, out)

@@ -236,13 +236,11 @@ class SegmentEngine(ABC, Generic[PreparedT]):
             for index, (segment, needs) in enumerate(zip(local.segments, need, strict=True)):
                 rows = _rows(index, local.output)
                 state = local.seed[rows]
-                keep = needs.transition or needs.keep_transition
                 prepared: Iterable[PreparedT] = self._prepared(local, index)
-                if keep or not segment.first:
+                if needs.transition or not segment.first:
                     prepared = list(prepared)
-                if keep:
-                    local.transitions[index] = self.transition(prepared, state)
                 if needs.transition:
+                    local.transitions[index] = self.transition(prepared, state)
                     out["transition"][rows] = local.transitions[index]
                 if needs.state and segment.first:
                     out["state"][rows] = self._run_segment(local, index, prepared, state)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +30,11 @@ from cptransport.engines import (
     StateTable,
 )
 from cptransport.engines.triton.padding import Padding
+from cptransport.same import Same
 from cptransport.transport import PartSpec
-from cptransport_kernels.configs import HEAD_DIMS, KDAConfig, kda_config, piece_tokens
-from cptransport_kernels.kda import KDAForward, KDATensors, Transforms
+from cptransport_kernels.configs import HEAD_DIMS, kda_config, piece_tokens
+from cptransport_kernels.kda import KDAForward, KDAKept, KDATensors
+from cptransport_kernels.kda_kernels import KDAKernels, Transforms
 from cptransport_kernels.launch import interpreted
 from cptransport_kernels.pieces import Pieces, SegmentSpec, build_pieces
 
@@ -41,43 +42,96 @@ __all__ = ["TritonKDA"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _TENSOR_FIELDS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
-_KEPT = ("m", "s_in", "r", "gc", "qg", "kd", "w", "u0", "aqk", "tinv", "rnorm")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
-    """What is fixed by shapes and segments."""
+    """What is fixed by shapes, options and segments.
 
-    config: KDAConfig
+    Attributes:
+        outgoing: whether the states that leave last segments are read.
+    """
+
+    kernels: KDAKernels
     padding: Padding
-    transforms: Transforms
     segments: tuple[LocalSegment, ...]
+    outgoing: bool
     piece_tokens: int
     batch: int
     tokens: int
     device: torch.device
 
     def pieces(self, need: Sequence[Need], *, backward: bool) -> Pieces:
-        specs = tuple(
-            SegmentSpec(
-                start=segment.start,
-                stop=segment.stop,
-                seeded=segment.first,
-                state=wanted.state and not backward,
-                transition=wanted.transition and not backward,
-                grad_state=wanted.state and backward,
-                grad_transition=wanted.transition and backward,
-            )
-            for segment, wanted in zip(self.segments, need, strict=True)
+        """Return the tables of one direction."""
+        return _pieces(self, Same(need), backward)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    query: tuple[int, ...],
+    value: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    options: KDAOptions,
+    outgoing: bool,
+    segments: Same,
+    device: torch.device,
+) -> _Plan:
+    batch, tokens, heads, key_dim = query
+    value_heads, value_dim = value[2:]
+    padding = Padding(key_dim, value_dim)
+    key_dim, value_dim = padding.padded
+    config = kda_config(dtypes, key_dim, value_dim)
+    transforms = Transforms(
+        scale=options.scale,
+        l2norm=options.use_qk_l2norm_in_kernel,
+        gate=options.use_gate_in_kernel,
+        lower_bound=options.lower_bound,
+        beta_sigmoid=options.use_beta_sigmoid_in_kernel,
+        beta_scale=2.0 if options.allow_neg_eigval else 1.0,
+    )
+    return _Plan(
+        kernels=KDAKernels(config, transforms, key_dim, value_dim, grouped=heads != value_heads),
+        padding=padding,
+        segments=tuple(segments.it),
+        outgoing=outgoing,
+        piece_tokens=piece_tokens(
+            tokens,
+            len(segments.it),
+            batch * value_heads,
+            value_dim,
+            config,
+            _processors(device),
+        ),
+        batch=batch,
+        tokens=tokens,
+        device=device,
+    )
+
+
+@lru_cache(maxsize=512)
+def _pieces(plan: _Plan, need: Same, backward: bool) -> Pieces:
+    specs = tuple(
+        SegmentSpec(
+            start=segment.start,
+            stop=segment.stop,
+            seeded=segment.first,
+            state=wanted.state and not backward,
+            transition=wanted.transition and not backward,
+            grad_state=wanted.state and backward,
+            grad_transition=wanted.transition and backward,
+            outgoing=plan.outgoing and segment.last,
         )
-        return build_pieces(specs, self.tokens, self.config.chunk, self.piece_tokens, self.device)
+        for segment, wanted in zip(plan.segments, need.it, strict=True)
+    )
+    chunk = plan.kernels.config.chunk
+    return build_pieces(specs, plan.tokens, chunk, plan.piece_tokens, plan.device)
 
 
 @dataclass(frozen=True)
 class _Local:
     plan: _Plan
     pieces: Pieces
-    tensors: KDATensors
+    tensors: tuple[Tensor | None, ...]
     done: KDAForward
 
 
@@ -86,7 +140,7 @@ class _LocalGrad:
     plan: _Plan
     pieces: Pieces
     tensors: KDATensors
-    done: KDAForward
+    kept: KDAKept
     do: Tensor
     de: Tensor | None
 
@@ -96,17 +150,6 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def _transforms(options: KDAOptions) -> Transforms:
-    return Transforms(
-        scale=options.scale,
-        l2norm=options.use_qk_l2norm_in_kernel,
-        gate=options.use_gate_in_kernel,
-        lower_bound=options.lower_bound,
-        beta_sigmoid=options.use_beta_sigmoid_in_kernel,
-        beta_scale=2.0 if options.allow_neg_eigval else 1.0,
-    )
 
 
 class TritonKDA:
@@ -149,63 +192,54 @@ class TritonKDA:
         out: Mapping[str, Tensor],
     ) -> _Local:
         """Run everything but the correction by the states that enter."""
-        batch, tokens, _, key_dim = inputs.q.shape
-        value_heads, value_dim = inputs.v.shape[2:]
-        padding = Padding(key_dim, value_dim)
-        given: dict[str, Any] = {name: getattr(inputs, name) for name in _TENSOR_FIELDS}
-        for name, tensor in given.items():
-            if tensor is not None:
-                given[name] = padding.pad(name, tensor.detach()).contiguous()
-        x = KDATensors(**given)
-        value_dim = x.v.shape[3]
-        config = kda_config((x.q.dtype, x.k.dtype, x.v.dtype), x.q.shape[3], value_dim)
-        plan = _Plan(
-            config=config,
-            padding=padding,
-            transforms=_transforms(inputs.options),
-            segments=tuple(segments),
-            piece_tokens=piece_tokens(
-                tokens,
-                len(segments),
-                batch * value_heads,
-                value_dim,
-                config,
-                _processors(x.q.device),
-            ),
-            batch=batch,
-            tokens=tokens,
-            device=x.q.device,
+        plan = _plan(
+            inputs.q.shape,
+            inputs.v.shape,
+            (inputs.q.dtype, inputs.k.dtype, inputs.v.dtype),
+            inputs.options,
+            inputs.outgoing,
+            Same(segments),
+            inputs.q.device,
+        )
+        pad = plan.padding.pad
+        given = (
+            inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias
+        )  # fmt: skip
+        tensors = tuple(
+            None if x is None else pad(name, x).contiguous()
+            for name, x in zip(_TENSOR_FIELDS, given, strict=True)
         )
         pieces = plan.pieces(need, backward=False)
-        tables = padding.summaries(out)
+        tables = plan.padding.summaries(out)
         done = kernels.forward(
-            x,
-            plan.transforms,
-            config,
+            KDATensors(*tensors),  # type: ignore[arg-type]
+            plan.kernels,
             pieces,
-            seed=None if inputs.seed is None else padding.pad_states(inputs.seed),
+            seed=None if inputs.seed is None else plan.padding.pad_states(inputs.seed),
             state=tables.get("state"),
             transition=tables.get("transition"),
-            keep_r=True,
         )
-        padding.publish(tables, out, need, batch)
-        return _Local(plan, pieces, x, done)
+        plan.padding.publish(tables, out, need, plan.batch)
+        return _Local(plan, pieces, tensors, done)
 
     def forward_finish(self, local: _Local, incoming: StateTable) -> Finished:
-        """Correct the outputs; what is kept for the backward are chunk-local results, R and M."""
+        """Correct the outputs; what is kept for the backward is R, M, and of the chunks what is small."""
         plan, pieces, done = local.plan, local.pieces, local.done
         outgoing = kernels.enter(
             done,
-            plan.config,
+            plan.kernels,
             pieces,
             plan.padding.pad_states(incoming()) if pieces.unseeded else None,
-            outgoing=any(segment.last for segment in plan.segments),
         )
-        tensors = [getattr(local.tensors, name) for name in _TENSOR_FIELDS]
-        kept = [getattr(done, name) for name in _KEPT]
+        kept = done.kept
+        saved = (*local.tensors, kept.s_in, kept.m, kept.r, kept.aqk, kept.tinv, kept.rnorm)
         output = plan.padding.crop("o", done.o)
         assert output is not None
-        return Finished(output, plan.padding.crop_states(outgoing), Saved((*tensors, *kept), plan))
+        return Finished(
+            output,
+            None if outgoing is None else plan.padding.crop_states(outgoing),
+            Saved(saved, plan),
+        )
 
     def backward_local(
         self,
@@ -216,16 +250,15 @@ class TritonKDA:
     ) -> _LocalGrad:
         """Write dE = R^T dO and M."""
         plan: _Plan = saved.meta
-        names = (*_TENSOR_FIELDS, *_KEPT)
-        kept: dict[str, Any] = dict(zip(names, saved.tensors, strict=True))
-        x = KDATensors(**{name: kept.pop(name) for name in _TENSOR_FIELDS})
+        inputs = len(_TENSOR_FIELDS)
+        x = KDATensors(*saved.tensors[:inputs])  # type: ignore[arg-type]
+        kept = KDAKept(*saved.tensors[inputs:])  # type: ignore[arg-type]
         do = plan.padding.pad("o", grad_out.output).contiguous()
-        done = KDAForward(o=do, e=kept["s_in"], **kept)
         pieces = plan.pieces(need, backward=True)
         tables = plan.padding.summaries(out)
         de = kernels.entering_grad(
-            done,
-            plan.config,
+            kept,
+            plan.kernels,
             pieces,
             do,
             seed=None if grad_out.seed is None else plan.padding.pad_states(grad_out.seed),
@@ -233,21 +266,23 @@ class TritonKDA:
             transition=tables.get("transition"),
         )
         plan.padding.publish(tables, out, need, plan.batch)
-        return _LocalGrad(plan, pieces, x, done, do, de)
+        return _LocalGrad(plan, pieces, x, kept, do, de)
 
     def backward_finish(self, local_grad: _LocalGrad, grad_outgoing: StateTable) -> Grads:
         """Walk the pieces both ways, then all chunks at once."""
-        plan, x = local_grad.plan, local_grad.tensors
+        plan = local_grad.plan
         grads = kernels.backward(
-            x,
-            plan.transforms,
-            plan.config,
+            local_grad.tensors,
+            plan.kernels,
             local_grad.pieces,
-            local_grad.done,
+            local_grad.kept,
             local_grad.do,
             local_grad.de,
             plan.padding.pad_states(grad_outgoing()),
         )
-        found = {name: getattr(grads, "d" + name) for name in _TENSOR_FIELDS}
-        inputs = {name: plan.padding.crop(name, grad) for name, grad in found.items()}
+        found = (
+            grads.dq, grads.dk, grads.dv, grads.dg, grads.dbeta, grads.dA_log, grads.ddt_bias
+        )  # fmt: skip
+        crop = plan.padding.crop
+        inputs = {name: crop(name, x) for name, x in zip(_TENSOR_FIELDS, found, strict=True)}
         return Grads(inputs, plan.padding.crop_states(grads.ds_in))

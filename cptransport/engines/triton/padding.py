@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,14 +31,18 @@ class Padding:
     key_dim: int
     value_dim: int
 
-    @property
+    @cached_property
+    def padded(self) -> tuple[int, int]:
+        """The sizes that the kernels see."""
+        return _padded(self.key_dim), _padded(self.value_dim)
+
+    @cached_property
     def sizes(self) -> dict[str, int]:
         """Input name -> how many channels are added."""
-        keys = _padded(self.key_dim) - self.key_dim
-        values = _padded(self.value_dim) - self.value_dim
+        keys, values = self.padded[0] - self.key_dim, self.padded[1] - self.value_dim
         return {"q": keys, "k": keys, "g": keys, "dt_bias": keys, "v": values, "o": values}
 
-    @property
+    @cached_property
     def needed(self) -> bool:
         """Whether anything is padded at all."""
         return any(self.sizes.values())
@@ -69,7 +74,7 @@ class Padding:
         """Return tables for the kernels to write: ``out`` itself if nothing is padded."""
         if not self.needed:
             return out
-        keys, values = _padded(self.key_dim), _padded(self.value_dim)
+        keys, values = self.padded
         columns = {"state": values, "transition": keys}
         return {
             name: torch.empty(
