@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cptransport import registry
+from cptransport.errors import CPTransportError
 from cptransport.launch import (
     MpsDaemon,
     MpsUnavailableError,
@@ -29,6 +32,7 @@ from cptransport.testing.ranks import Ranks, run_case
 __all__ = [
     "CaseError",
     "Placement",
+    "advised_environment",
     "close_ranks",
     "on_ranks",
     "placement",
@@ -142,12 +146,23 @@ def on_ranks(
     """
     if torchrun_world() is not None and backend != "threads":
         return _in_place(case, backend, device, timeout_s / 4, kwargs)
-    env = None
+    env = advised_environment(backend, torch.device(device))
     if device == "cuda" and ranks_per_device > 1:
-        env = sharing_environment(ranks_per_device, mps=_MPS in os.environ)
+        env.update(sharing_environment(ranks_per_device, mps=_MPS in os.environ))
     return pool(backend, world_size, ranks_per_device, device=device, env=env).run(
         case, timeout_s=timeout_s, transport_timeout_s=timeout_s / 4, transport=False, **kwargs
     )
+
+
+def advised_environment(backend: str, device: torch.device) -> dict[str, str]:
+    """Return what a backend advises to set for its ranks; nothing from one that cannot be loaded."""
+    try:
+        advice = registry.load_backend(backend).spec.advice
+    except CPTransportError:
+        return {}
+    lines = advice(device) if advice is not None else []
+    found = (re.match(r"set ([A-Z][A-Z0-9_]*)=([^\s:;,]+)", line) for line in lines)
+    return {line[1]: line[2] for line in found if line is not None}
 
 
 def close_ranks() -> None:

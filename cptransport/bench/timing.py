@@ -168,7 +168,8 @@ def captured(body: Body) -> tuple[Body, Any]:
         body.timed()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Threads that watch a communicator may ask for its events meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         body.prepare()
         result = body.timed()
     return replace(body, timed=graph.replay, prepare=_nothing), result

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the ranks of these tests run, and the pools that serve them.
+
+With a GPU per rank, ranks have one each; with fewer, all of them share the first one. With
+``CPTRANSPORT_REHEARSE`` set the same tests run on the CPU, every backend played by gloo: a mistake
+in a test is then found without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cptransport.bench.launch import advised_environment
+from cptransport.bench.machine import git_state, machine, software
+from cptransport.launch import banner, sharing_environment
+from cptransport.testing import Ranks, close_pools
+from cptransport.testing.pool import RankPool
+from cptransport.transport import Capabilities
+
+REHEARSE = "CPTRANSPORT_REHEARSE"
+RESULTS = "CPTRANSPORT_RESULTS"
+REHEARSAL = os.environ.get(REHEARSE) == "1"
+DEVICE = "cpu" if REHEARSAL else "cuda"
+
+#: The transports that are tested; the last one is the one without ``pairwise``.
+BACKENDS = ("nccl", "cupy_ipc", "cudnn_summary", "nvshmem_signal", "nvshmem_barrier")
+RANKS = (2, 4)
+
+#: A case that hangs must not use up the time of a leased GPU.
+WATCHDOG_S = 60.0
+
+_pools: dict[tuple[Any, ...], RankPool] = {}
+
+
+def named(backend: str) -> str:
+    """Return the backend that plays a backend."""
+    return "gloo" if REHEARSAL else backend
+
+
+def per_device(ranks: int) -> int:
+    """Return how many ranks share a device."""
+    return 1 if REHEARSAL or torch.cuda.device_count() >= ranks else ranks
+
+
+def environment(backend: str, ranks: int) -> dict[str, str]:
+    """Return what the ranks of a backend must have set."""
+    if REHEARSAL:
+        return {}
+    needed = advised_environment(backend, torch.device(DEVICE))
+    if per_device(ranks) > 1:
+        needed.update(sharing_environment(ranks, mps="CUDA_MPS_PIPE_DIRECTORY" in os.environ))
+    return needed
+
+
+def serving(backend: str, ranks: int, *, playing: str | None = None, **extra: str) -> RankPool:
+    """Return ranks for cases on a backend; backends that need the same environment share them.
+
+    Args:
+        backend: whose environment they have.
+        ranks: how many.
+        playing: whose transports the next cases make; None: the backend's.
+        extra: further environment variables.
+    """
+    env = {**environment(backend, ranks), **extra}
+    key = (ranks, *sorted(env.items()))
+    if key not in _pools:
+        # Ranks of another environment end first: shares of the GPU must not add up to more than all of it.
+        end_ranks()
+        _pools[key] = RankPool(named(backend), ranks, per_device(ranks), device=DEVICE, env=env)
+    _pools[key].backend = named(playing or backend)
+    return _pools[key]
+
+
+def capabilities(backend: str, ranks: int) -> Capabilities:
+    """Return what a live transport claims."""
+    if backend not in _claimed:
+        found = serving(backend, ranks).run(_claim, timeout_s=WATCHDOG_S, transport=False)
+        _claimed[backend] = found[0]
+    return _claimed[backend]
+
+
+_claimed: dict[str, Capabilities] = {}
+
+
+def _claim(ranks: Ranks) -> Capabilities:
+    return ranks.create().capabilities
+
+
+def report(name: str, ranks: int, **figures: Any) -> None:
+    """Write what a test measured to ``$CPTRANSPORT_RESULTS/NAME.json``, with the machine and the banner."""
+    folder = os.environ.get(RESULTS)
+    if not folder:
+        return
+    gpus = 0 if REHEARSAL else (1 if per_device(ranks) > 1 else ranks)
+    document = {
+        "schema": f"cptransport.{name.partition('-')[0]}/1",
+        "banner": banner(per_device(ranks)),
+        "rehearsal": REHEARSAL,
+        "git": git_state(),
+        "machine": machine(device=DEVICE, world_size=ranks, gpus_used=gpus),
+        "software": software(),
+        **figures,
+    }
+    path = Path(folder) / f"{name}.json"
+    path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def end_ranks() -> None:
+    """End all ranks."""
+    while _pools:
+        _pools.popitem()[1].close()
+    close_pools()
