@@ -70,6 +70,8 @@ class BackendSpec:
         install: how to install what is missing, for messages.
         advice: ``advice(device)`` returns lines on what in the environment is not as it should be;
             a warning when a transport is made, an error under strict.
+        details: ``details(device)`` returns lines for ``cptransport doctor`` on what it found here,
+            which paths it would take for one; may import vendor libraries, never raises.
     """
 
     name: str
@@ -82,6 +84,7 @@ class BackendSpec:
     preferred_engine: str | None = None
     install: str = ""
     advice: Callable[[Any], Sequence[str]] | None = None
+    details: Callable[[Any], Sequence[str]] | None = None
 
     def __post_init__(self) -> None:
         if self.api_version != TRANSPORT_API_VERSION:

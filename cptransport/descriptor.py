@@ -32,6 +32,7 @@ def fault_of(spec: Any) -> str | None:
         or _fault_of_signature("probe", spec.probe, ("group", "device"))
         or _fault_of_signature("create", spec.create, ("group", "device", "timeout_s"))
         or (spec.advice and _fault_of_signature("advice", spec.advice, ("device",)))
+        or (spec.details and _fault_of_signature("details", spec.details, ("device",)))
     )
 
 

@@ -179,6 +179,8 @@ class Capabilities:
         cross_host: ranks may live on different hosts.
         in_place: ``fetch`` and ``gather`` may hand out peers' memory.
         host_staged: CUDA tensors pass through host memory and the verbs block the host.
+        dense: a part that some rank sends to two or more others goes whole from every rank to every
+            other, and is counted so.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
@@ -188,6 +190,7 @@ class Capabilities:
     cross_host: bool = False
     in_place: bool = False
     host_staged: bool = False
+    dense: bool = False
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ def _backend(name: str) -> dict[str, Any]:
         "distribution": None,
         "summary": "",
         "advice": [],
+        "details": [],
     }
     try:
         origin = registry.find_backend(name)
@@ -98,7 +99,8 @@ def _backend(name: str) -> dict[str, Any]:
         "reason": reason,
         "install": origin.install or loaded.spec.install,
         "summary": loaded.spec.summary,
-        "advice": _advice(loaded) if reason is None else [],
+        "advice": _lines(loaded, "advice") if reason is None else [],
+        "details": _lines(loaded, "details"),
     }
 
 
@@ -123,14 +125,15 @@ def _probe(loaded: registry.LoadedBackend, device: torch.device) -> str | None:
     return loaded.spec.probe(None, device)
 
 
-def _advice(loaded: registry.LoadedBackend) -> list[str]:
-    """Return what a usable backend says about the environment."""
-    if loaded.spec.advice is None:
+def _lines(loaded: registry.LoadedBackend, what: str) -> list[str]:
+    """Return what a backend says about the environment (``advice``) or about itself here (``details``)."""
+    say = getattr(loaded.spec, what)
+    if say is None:
         return []
     try:
-        return list(loaded.spec.advice(_devices()[0]))
+        return list(say(_devices()[0]))
     except (Exception, SystemExit) as error:
-        return [f"broken: advice raised {type(error).__name__}: {error}"]
+        return [f"broken: {what} raised {type(error).__name__}: {error}"]
 
 
 def _devices() -> list[torch.device]:
@@ -200,9 +203,10 @@ def _text(report: dict[str, Any]) -> str:
     ]
     lines += [f"environment  {name}={value}" for name, value in report["environment"].items()]
     lines += [
-        f"advice       {row['name']}: {line}"
+        f"{what:<12} {row['name']}: {line}"
+        for what in ("details", "advice")
         for row in report["backends"]
-        for line in row["advice"]
+        for line in row[what]
     ]
     lines += [f"problem      {problem}" for problem in report["problems"]]
     return "\n".join(lines)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cptransport import env, notices, registry
+from cptransport.engine_order import automatic
 from cptransport.engines import Engine, OpFacts
 from cptransport.errors import BackendError, BackendFallbackWarning, BackendUnavailableError
 from cptransport.transport import BoundaryTransport
@@ -31,7 +34,7 @@ def choose_engine(
     requested, _ = env.text(env.ENGINE, argument)
     passed: list[tuple[str, str]] = []
     if requested != "auto":
-        engine, reason = _candidate(requested, facts)
+        engine, reason = _candidate(requested, replace(facts, named=True))
         if engine is not None:
             return engine, ()
         if getattr(transport, "strict", False):
@@ -41,7 +44,7 @@ def choose_engine(
             BackendFallbackWarning,
         )
         passed.append((requested, reason))
-    for name in _automatic(facts, transport):
+    for name in automatic(facts, getattr(transport, "preferred_engine", None)):
         if name == requested:
             continue
         try:
@@ -64,12 +67,3 @@ def _candidate(name: str, facts: OpFacts) -> tuple[Engine | None, str]:
         return None, str(error)
     reason = engine.eligible(facts)
     return (engine, "") if reason is None else (None, reason)
-
-
-def _automatic(facts: OpFacts, transport: BoundaryTransport) -> list[str]:
-    """Candidates of ``auto`` in order: the backend's preference, triton on CUDA, torch."""
-    order = [getattr(transport, "preferred_engine", None)]
-    if facts.device_type == "cuda":
-        order.append("triton")
-    order.append("torch")
-    return list(dict.fromkeys(name for name in order if name))

@@ -37,7 +37,7 @@ from cptransport.control import ControlPlane, group_store, require_group_member
 from cptransport.errors import BackendUnavailableError, PeerFailedError, TransportTimeoutError
 from cptransport.transport import TRANSPORT_API_VERSION, Capabilities, PartSpec
 
-__all__ = ["BACKEND", "GlooTransport"]
+__all__ = ["BACKEND", "GlooTransport", "create"]
 
 _CAPABILITIES = Capabilities(
     device_types=("cpu", "cuda"), shared_device=True, cross_host=True, host_staged=True
@@ -388,7 +388,18 @@ def _connect(store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
     return gloo(store, rank, world_size, options)
 
 
-def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTransport:
+def create(
+    group: Any, device: Any, timeout_s: float, kind: type[GlooTransport] = GlooTransport
+) -> GlooTransport:
+    """Make the transport of a group; collective.
+
+    Args:
+        group, device, timeout_s: as ``BackendSpec.create``.
+        kind: the class to make; backends may build on this one.
+
+    Raises:
+        BackendUnavailableError: gloo cannot connect the group.
+    """
     rank = dist.get_rank(group)
     require_group_member(rank)
     world_size = dist.get_world_size(group)
@@ -398,7 +409,11 @@ def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTr
         process_group = _connect(store, rank, world_size, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise BackendUnavailableError(f"gloo could not connect the group: {error}") from error
-    return GlooTransport(process_group, control, torch.device(device), timeout_s)
+    return kind(process_group, control, torch.device(device), timeout_s)
+
+
+def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTransport:
+    return create(group, device, timeout_s)
 
 
 BACKEND = BackendSpec(

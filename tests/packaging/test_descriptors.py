@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from cptransport.backend import BackendSpec
-from cptransport.errors import BackendUnavailableError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 #: import name of the vendor library that each backend needs beyond torch
@@ -25,9 +24,6 @@ VENDOR = {
     "nvshmem_barrier": "nvshmem",
     "nvshmem_signal": "nvshmem",
 }
-
-#: those whose transport exists
-SERVED = {"cupy_ipc", "nccl", "nvshmem_barrier", "nvshmem_signal"}
 
 each_backend = pytest.mark.parametrize("name", VENDOR)
 
@@ -79,7 +75,8 @@ def test_transports_with_a_barrier_are_not_pairwise() -> None:
 def test_probe_names_the_device_first(name: str) -> None:
     spec = descriptor(name)
     if "cpu" in spec.capabilities.device_types:
-        assert "not implement" in (spec.probe(None, CPU) or "")
+        assert spec.probe(None, torch.device("meta")) == "needs a CPU or CUDA device, not meta"
+        assert spec.probe(None, CPU) is None
     else:
         assert spec.probe(None, CPU) == "needs a CUDA device, not cpu"
 
@@ -102,30 +99,28 @@ def test_probe_says_which_library_is_missing_and_how_to_get_it(
     assert "[cu13]" in reason
 
 
-def test_nccl_says_that_torch_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "nccl", vendor=True)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert descriptor("nccl").probe(None, CUDA) == "this torch was built without NCCL"
-
-
-@pytest.mark.parametrize("name", sorted(SERVED))
-def test_with_everything_there_it_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, name, vendor=True)
-    assert descriptor(name).probe(None, CUDA) is None
-
-
-@pytest.mark.parametrize("name", sorted({*VENDOR} - SERVED))
-def test_with_everything_there_the_reason_is_the_missing_implementation(
+@pytest.mark.parametrize("name", ["nccl", "cudnn_summary"])
+def test_what_stands_on_nccl_says_that_torch_lacks_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretend(monkeypatch, name, vendor=True)
-    spec = descriptor(name)
-    reason = spec.probe(None, CUDA) or ""
-    assert reason.startswith(f"cptransport-{name.replace('_', '-')} ")
-    assert reason.endswith(" does not implement its transport yet")
-    with pytest.raises(BackendUnavailableError) as caught:
-        spec.create(None, CUDA, 1.0)
-    assert str(caught.value) == reason
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert descriptor(name).probe(None, CUDA) == "this torch was built without NCCL"
+
+
+def test_what_stands_on_another_backend_says_that_it_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = importlib.import_module("cptransport_cudnn_summary")
+    monkeypatch.setattr(module, "find_spec", find_spec_with(cptransport_nccl=False))
+    reason = module.BACKEND.probe(None, CPU)
+    assert reason == "cptransport-nccl is not installed: pip install cptransport-nccl"
+
+
+@each_backend
+def test_with_everything_there_it_serves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, name, vendor=True)
+    assert descriptor(name).probe(None, CUDA) is None
 
 
 def test_descriptors_import_no_vendor_library() -> None:

@@ -48,6 +48,8 @@ def test_member_requires_only_this_repository_at_its_own_minor_version(name: str
     siblings = ["cptransport"]
     if name in ("nvshmem_signal", "nvshmem_barrier"):
         siblings.append("cptransport-nvshmem-runtime")
+    if name == "cudnn_summary":
+        siblings.append("cptransport-nccl")
     assert MEMBERS[name]["project"]["dependencies"] == [f"{each}{bounds}" for each in siblings]
 
 
@@ -55,6 +57,9 @@ def test_member_requires_only_this_repository_at_its_own_minor_version(name: str
 def test_entry_points_name_the_descriptor(name: str) -> None:
     groups = MEMBERS[name]["project"].get("entry-points", {})
     expected = {"cptransport.backends": {name: f"cptransport_{name}:BACKEND"}}
+    if name == "cudnn_summary":
+        engine = {"kda_cudnn": "cptransport_cudnn_summary.engine:KDA_ENGINE"}
+        expected["cptransport.engines"] = engine
     assert groups == (expected if name in BACKENDS else {})
 
 

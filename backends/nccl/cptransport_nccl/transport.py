@@ -479,8 +479,18 @@ def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def create(group: Any, device: Any, timeout_s: float, **options: Any) -> NcclTransport:
+def create(
+    group: Any,
+    device: Any,
+    timeout_s: float,
+    kind: type[NcclTransport] = NcclTransport,
+    **options: Any,
+) -> NcclTransport:
     """Make the transport of a group; collective.
+
+    Args:
+        group, device, timeout_s: as ``BackendSpec.create``.
+        kind: the class to make; backends may build on this one.
 
     Raises:
         BackendUnavailableError: two ranks share a GPU, or NCCL cannot connect them.
@@ -508,7 +518,7 @@ def create(group: Any, device: Any, timeout_s: float, **options: Any) -> NcclTra
 
     try:
         notes = Notes(group_store(group, "nccl notes"), control.rank)
-        return NcclTransport(control, device, timeout_s, identity, notes)
+        return kind(control, device, timeout_s, identity, notes)
     except (NcclError, PeerFailedError) as error:
         raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
 

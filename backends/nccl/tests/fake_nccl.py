@@ -120,6 +120,7 @@ class Communicator:
         self._rank, self._size, self._wait = rank, world_size, wait
         self._numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._calls: list[tuple[str, int, int, int]] = []
+        self._own: list[tuple[int, int, int]] = []  # (target, source, size), of all-gathers
         self._stream = 0
         self._problem: str | None = None
         self.alive = True
@@ -128,8 +129,10 @@ class Communicator:
     def group(self, what: str) -> Iterator[None]:
         if not self.alive:
             raise NcclError(f"{what}: the communicator was aborted")
-        self._calls = []
+        self._calls, self._own = [], []
         yield
+        for own in self._own:
+            _queues[self._stream].put(lambda own=own: ctypes.memmove(*own))
         numbered = [(*call, self._number(call)) for call in self._calls]
         self._connect(what)
         _queues[self._stream].put(lambda: self._run(numbered))
@@ -169,6 +172,7 @@ class Communicator:
         self._calls.append(("receive", address, nbytes, peer))
 
     def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
+        self._own.append((target + self._rank * nbytes, source, nbytes))
         for peer in range(self._size):
             if peer != self._rank:
                 self.send(source, nbytes, peer, stream)
@@ -262,7 +266,8 @@ def still_used(memory: Any, stream: Stream) -> None:
     stream.submit(lambda kept=memory: None)
 
 
-def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> Any:
+def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **options: Any) -> Any:
+    """Make the transport, or a kind of it, on this thread."""
     module: Any = cptransport_nccl.transport
     watchdog: Any = cptransport_nccl.watchdog
     module.torch, watchdog.torch = _Torch(), _PinnedTorch()
@@ -278,6 +283,8 @@ def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> Any:
         return control.exchange(mine, f"id of {name!r}")[0].encode()
 
     notes = Notes(dist.PrefixStore("notes", store), rank)
+    if kind is not None:
+        return kind(control, torch.device("cpu"), timeout_s, identity, notes)
     made = module.NcclTransport(control, torch.device("cpu"), timeout_s, identity, notes)
     made.capabilities = BACKEND.capabilities
     return made
@@ -289,5 +296,5 @@ BACKEND = BackendSpec(
     summary="the nccl transport on threads",
     capabilities=Capabilities(device_types=("cpu",), cuda_graph=True),
     probe=lambda group, device: None,
-    create=_create,
+    create=create,
 )

@@ -37,7 +37,7 @@ from cptransport.engines.torch.chunks import (
 )
 from cptransport.engines.torch.segments import Block, SegmentEngine
 
-__all__ = ["TorchKDA"]
+__all__ = ["TorchKDA", "log_decay"]
 
 _CHUNK = 16
 
@@ -150,7 +150,9 @@ def _activate(block: Block) -> tuple[Tensor, ...]:
     if options.use_qk_l2norm_in_kernel:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     if options.use_gate_in_kernel:
-        g = _gate(g, block.parameters["A_log"], block.parameters["dt_bias"], options.lower_bound)
+        g = log_decay(
+            g, block.parameters["A_log"], block.parameters["dt_bias"], options.lower_bound
+        )
     if options.use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2.0 if options.allow_neg_eigval else 1.0)
     copies = v.shape[2] // q.shape[2]
@@ -159,13 +161,13 @@ def _activate(block: Block) -> tuple[Tensor, ...]:
     return tuple(to_chunks(x, _CHUNK) for x in cut)
 
 
-def _gate(
+def log_decay(
     x: Tensor, a_log: Tensor | None, bias: Tensor | None, lower_bound: float | None
 ) -> Tensor:
-    """Return the log decay of the gate's input ``[B, L, HV, K]``; finite, gradients too."""
+    """Return the log decay of the gate's input ``[..., HV, K]``; finite, gradients too."""
     if bias is not None:
         x = x + bias
-    a_log = (x.new_zeros(x.shape[2]) if a_log is None else a_log)[:, None]
+    a_log = (x.new_zeros(x.shape[-2]) if a_log is None else a_log)[:, None]
     if lower_bound is not None:
         # Half of the exponent's range: the sigmoid saturates long before, and what its gradient is
         # multiplied with stays finite.

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is applied to KDA's inputs outside of cuDNN, in differentiable code.
+
+cuDNN's plain contract is the recurrence alone: q and k as they are, natural-log g and beta in the
+state dtype. Which options it takes inside depends on the GPU (``contract``); the others are applied
+here, in the state dtype, and their gradients pulled back by autograd from the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cptransport.engines import KDAOptions
+from cptransport.engines.torch.kda import log_decay
+
+__all__ = ["Outside", "Tokens", "activate", "pull_back"]
+
+
+class Tokens(NamedTuple):
+    """Packed inputs of the op.
+
+    Attributes:
+        q, k: ``[t, H, K]`` in the io dtype, H = HV where heads are copied outside.
+        v: ``[t, HV, V]``. g: ``[t, HV, K]``. beta: ``[t, HV]``; both in the state dtype.
+        a_log: ``[HV]``. dt_bias: ``[HV, K]``. None where the gate is not applied inside.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    a_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is applied outside.
+
+    Attributes:
+        l2norm, gate, sigmoid: these options, where they are set.
+        heads: copy query heads for the value heads that read them.
+        factor: of q.
+    """
+
+    l2norm: bool
+    gate: bool
+    sigmoid: bool
+    heads: bool
+    factor: float
+
+    @classmethod
+    def everything(cls, options: KDAOptions, factor: float) -> Outside:
+        """Apply everything that the options ask for."""
+        return cls(
+            options.use_qk_l2norm_in_kernel,
+            options.use_gate_in_kernel,
+            options.use_beta_sigmoid_in_kernel,
+            heads=True,
+            factor=factor,
+        )
+
+
+def activate(
+    x: Mapping[str, Tensor], options: KDAOptions, outside: Outside, dtype: torch.dtype
+) -> Tokens:
+    """Apply what is outside.
+
+    Args:
+        x: packed ``q, k, v, g, beta``, and ``A_log``, ``dt_bias`` where given.
+        options: of the op.
+        outside: what to apply.
+        dtype: of states.
+    """
+    q, k, v = x["q"], x["k"], x["v"]
+    g, beta = x["g"].to(dtype), x["beta"].to(dtype)
+    a_log, bias = (None if name not in x else x[name].to(dtype) for name in ("A_log", "dt_bias"))
+    if outside.l2norm:
+        q, k = (_normalised(each.to(dtype)) for each in (q, k))
+    if outside.factor != 1.0:
+        q = q.to(dtype) * outside.factor
+    if outside.gate:
+        g, a_log, bias = log_decay(g, a_log, bias, options.lower_bound), None, None
+    if outside.sigmoid:
+        beta = beta.sigmoid() * (2.0 if options.allow_neg_eigval else 1.0)
+    copies = v.shape[1] // q.shape[1]
+    if outside.heads and copies > 1:
+        q, k = (each.repeat_interleave(copies, 1, output_size=v.shape[1]) for each in (q, k))
+    return Tokens(q.to(v.dtype), k.to(v.dtype), v, g, beta, a_log, bias)
+
+
+def _normalised(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def pull_back(
+    x: Mapping[str, Tensor],
+    grads: Tokens,
+    options: KDAOptions,
+    outside: Outside,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return the gradients of ``activate``'s inputs from those of its result, each in its input's dtype."""
+    leaves = {name: each.detach().requires_grad_() for name, each in x.items()}
+    with torch.enable_grad():
+        ends = activate(leaves, options, outside, dtype)
+    pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if end is not None]
+    found = torch.autograd.grad(
+        [end for end, _ in pairs],
+        list(leaves.values()),
+        [grad for _, grad in pairs],
+        materialize_grads=True,
+    )
+    return dict(zip(leaves, found, strict=True))
