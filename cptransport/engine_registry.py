@@ -38,6 +38,9 @@ _OWN = {
     ("ssd", "torch"): "cptransport.engines.torch:SSD_ENGINE",
     ("kda", "triton"): "cptransport.engines.triton:KDA_ENGINE",
 }
+#: Those of packages beside this one, found by name where they are only on the path; an entry point
+#: comes first.
+_PACKAGED = {("kda", "cudnn"): "cptransport_cudnn_summary.engine:KDA_ENGINE"}
 #: Names that are known on every machine, and how to get what serves them.
 _INSTALL = {
     "torch": f"pip install {CORE}",
@@ -69,10 +72,15 @@ def engine_names(op: str) -> tuple[str, ...]:
     """
     own = [
         name
-        for (each, name), value in _OWN.items()
-        if each == op and find_spec(value.partition(":")[0])
+        for (each, name), value in (*_OWN.items(), *_PACKAGED.items())
+        if each == op and _is_there(value.partition(":")[0])
     ]
     return tuple(dict.fromkeys([*own, *(name for each, name in _plugins().claims if each == op)]))
+
+
+def _is_there(module: str) -> bool:
+    package = module.partition(".")[0]
+    return find_spec(package) is not None and find_spec(module) is not None
 
 
 def broken_engines() -> tuple[str, ...]:
@@ -105,18 +113,18 @@ def load_engine(op: str, name: str) -> Engine:
         raise _conflict(op, name, [origin.distribution for origin, _ in claims])
     if claims:
         return claims[0][1]
+    packaged = _PACKAGED.get((op, name))
+    if packaged is not None:
+        package = packaged.partition(".")[0].replace("_", "-")
+        return _load_own(Origin(name, packaged, package, _INSTALL[name]), op)
     for origin, error in plugins.broken:
         if name in origin.name:  # entry points are named freely; this one is most likely meant
             raise type(error)(str(error)) from error.__cause__
-    served = sorted({each for each, other in (*_OWN, *plugins.claims) if other == name})
+    known = (*_OWN, *_PACKAGED, *plugins.claims)
+    served = sorted({each for each, other in known if other == name})
     if served:
         raise BackendUnavailableError(f"engine {name!r} serves {' and '.join(served)}, not {op}")
-    if name in _INSTALL:
-        raise BackendUnavailableError(
-            f"engine {name!r} is not there: no installed package registers it ({_INSTALL[name]}; "
-            "a version that brings it)"
-        )
-    names = ("auto", *engine_names(op), *(known for known in _INSTALL if (op, known) not in _OWN))
+    names = dict.fromkeys(["auto", *engine_names(op), *(n for each, n in known if each == op)])
     broken = "".join(f"; {origin} is broken" for origin, _ in plugins.broken)
     raise BackendNotFoundError(
         f"no engine is named {name!r}{env.suggestion(name.lower(), names)}; "

@@ -73,11 +73,27 @@ def test_a_typo_lists_the_names_and_the_closest_one() -> None:
         assert name in str(caught.value)
 
 
-def test_an_engine_of_a_package_that_is_absent_says_what_to_install() -> None:
-    if "cudnn" in registry.engine_names("kda"):
-        pytest.skip("cudnn is installed here")
+def test_an_engine_of_a_package_that_is_absent_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_registry, "_load_plugins", lambda path: engine_registry._Plugins())
+    monkeypatch.setitem(engine_registry._PACKAGED, ("kda", "cudnn"), "cpt_no_such_package.engine:E")
+    assert "cudnn" not in registry.engine_names("kda")
     with pytest.raises(BackendUnavailableError, match="pip install 'cptransport-cudnn-summary"):
         registry.load_engine("kda", "cudnn")
+
+
+def test_an_engine_of_a_package_on_the_path_needs_no_installation(
+    distribution: MakeDistribution, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = ENGINE.format(op="kda", name="cudnn")
+    folder = distribution("unused", modules={"cpt_engine_beside": source})
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(engine_registry, "_load_plugins", lambda path: engine_registry._Plugins())
+    beside = ("kda", "cudnn")
+    monkeypatch.setitem(engine_registry._PACKAGED, beside, "cpt_engine_beside:ENGINE")
+    assert registry.load_engine("kda", "cudnn").name == "cudnn"
+    assert "cudnn" in registry.engine_names("kda")
 
 
 def test_our_engine_without_the_library_it_needs_is_unavailable(

@@ -10,19 +10,9 @@ from typing import Any
 
 import pytest
 
-from cptransport import engine_registry
 from cptransport_cudnn_summary import library, resolve
 
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the engine as its entry point does where the package is installed."""
-    if "cudnn" in engine_registry.engine_names("kda"):
-        return
-    value = "cptransport_cudnn_summary.engine:KDA_ENGINE"
-    monkeypatch.setitem(engine_registry._OWN, ("kda", "cudnn"), value)
 
 
 @pytest.fixture(scope="module")
