@@ -13,7 +13,8 @@ from typing import Any
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, group_store
 from cptransport.errors import BackendContractError
-from cptransport.onesided import MAX_RANKS, OneSidedTransport, PeerMemory, PeerRegion
+from cptransport.onesided import MAX_RANKS, OneSidedTransport
+from cptransport.peer_memory import PeerMemory, PeerRegion
 from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capabilities
 
 __all__ = [

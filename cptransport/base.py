@@ -2,7 +2,7 @@
 """``TransportBase``: the bookkeeping that every transport shares, so that a transport is only how bytes move.
 
 It checks the order of verbs, routes and single takes, keeps the counters, turns the first failure
-into a broken transport, and leaves five hooks to the subclass::
+into a broken transport (``Lifecycle``), and leaves five hooks to the subclass::
 
     _stage(current, retired)   wait until g-2 is released everywhere, return the buffers of g
     _publish(current, to)      release the staged parts
@@ -17,25 +17,17 @@ failed.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cptransport.activations import as_line, over_group
-from cptransport.control import ControlPlane, wait_until
-from cptransport.errors import (
-    CapabilityError,
-    GenerationError,
-    RouteError,
-    TransportClosedError,
-    TransportError,
-    TransportTimeoutError,
-)
+from cptransport.control import ControlPlane
+from cptransport.errors import CapabilityError, GenerationError, RouteError, TransportError
+from cptransport.generation import Generation
+from cptransport.lifecycle import Lifecycle
 from cptransport.transport import (
     Capabilities,
     Gathered,
@@ -49,32 +41,7 @@ from cptransport.transport import (
 __all__ = ["Generation", "TransportBase"]
 
 
-@dataclass
-class Generation:
-    """One generation of one slot on this rank.
-
-    Attributes:
-        slot: as staged.
-        number: 1, 2, ...
-        step: of the control plane when it was staged; alike on all ranks.
-        staged: part name -> the buffer handed out (no autograd history).
-        to: destinations of ``publish``; None before it.
-        received: (part, source) -> tensor handed out, for parts with routes.
-        taken: (part, source) already handed out.
-    """
-
-    slot: Slot
-    number: int
-    step: int = 0
-    staged: dict[str, Tensor] = field(default_factory=dict)
-    handed: dict[str, Tensor] = field(default_factory=dict)
-    to: tuple[int, ...] | None = None
-    received: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    taken: set[tuple[str, int]] = field(default_factory=set)
-    counted: bool = False
-
-
-class TransportBase:
+class TransportBase(Lifecycle):
     """Base class of transports; see the module docstring for the hooks.
 
     Args:
@@ -94,14 +61,9 @@ class TransportBase:
         timeout_s: float,
         capabilities: Capabilities,
     ) -> None:
-        self.name = name
-        self.rank = control.rank
-        self.world_size = control.world_size
-        self.device = device
+        super().__init__(name, device=device, control=control, timeout_s=timeout_s)
         self.capabilities = capabilities
         self.selection = Selection(name, "argument", name)
-        self.control = control
-        self.timeout_s = timeout_s
         self.strict = False
         self.group: Any = None
         self.activation_bytes_sent = 0
@@ -110,9 +72,6 @@ class TransportBase:
         self._sent: defaultdict[str, int] = defaultdict(int)
         self._arrived: defaultdict[str, int] = defaultdict(int)
         self._messages = 0
-        self._waited_s = 0.0
-        self._closed = False
-        self._broken: BaseException | None = None
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         raise NotImplementedError
@@ -128,23 +87,13 @@ class TransportBase:
     def _barrier(self) -> None:
         raise NotImplementedError
 
-    def _close(self, broken: bool) -> None:
-        raise NotImplementedError
-
     def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
         """Carry activations, as lines of bytes; over the group that the transport was made for."""
         over_group(self.group, outgoing, incoming, method, self.timeout_s)
 
-    def _interrupt(self) -> None:
-        """End waits that are still under way elsewhere; called once when the transport breaks."""
-
-    def _reported(self) -> BaseException | None:
-        """An error that a device wait or a watchdog has reported meanwhile; raised by the next verb."""
-        return None
-
     def stage(self, slot: Slot) -> Mapping[str, Tensor]:
         """See ``BoundaryTransport.stage``."""
-        with self._guard():
+        with self._verb():
             self._check_routes(slot)
             self.control.settle()
             self.control.staged = True
@@ -161,7 +110,7 @@ class TransportBase:
 
     def publish(self, slot: Slot, *, to: Sequence[int] | None = None) -> None:
         """See ``BoundaryTransport.publish``."""
-        with self._guard():
+        with self._verb():
             current = self._current(slot, "publish")
             if current.to is not None:
                 raise GenerationError(self._where(current) + " was already published")
@@ -188,7 +137,7 @@ class TransportBase:
 
     def fetch(self, slot: Slot, part: str, *, source: int) -> Tensor:
         """See ``BoundaryTransport.fetch``."""
-        with self._guard():
+        with self._verb():
             current = self._current(slot, "fetch")
             spec = slot.part(part)
             self._check_source(spec, source)
@@ -198,7 +147,7 @@ class TransportBase:
 
     def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
         """See ``BoundaryTransport.gather``."""
-        with self._guard():
+        with self._verb():
             current = self._current(slot, "gather")
             wanted: list[tuple[PartSpec, int]] = []
             if parts is None:
@@ -237,7 +186,7 @@ class TransportBase:
 
     def barrier(self) -> None:
         """See ``BoundaryTransport.barrier``."""
-        with self._guard():
+        with self._verb():
             if self.world_size > 1:
                 self._barrier()
 
@@ -253,7 +202,7 @@ class TransportBase:
 
         Collective: over the ranks.
         """
-        with self._guard():
+        with self._verb():
             if self.group is None and type(self)._move is TransportBase._move:
                 raise CapabilityError(
                     f"transport {self.name!r} was not made by create_transport, so the group that "
@@ -277,74 +226,10 @@ class TransportBase:
             waited_s=self._waited_s,
         )
 
-    def check(self) -> None:
-        """See ``BoundaryTransport.check``."""
-        with self._guard():
-            self.control.check()
-
     def close(self) -> None:
         """See ``BoundaryTransport.close``."""
-        if self._closed:
-            return
-        self._closed = True
-        reported = self._reported() if self._broken is None else None
-        if reported is not None:
-            self._break(reported)
-        self._close(self._broken is not None)
+        super().close()
         self._generations.clear()
-        if reported is not None:
-            raise reported
-
-    def __enter__(self) -> TransportBase:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None and self._broken is None:
-            self.control.leave(error)
-            self._break(error)
-        self.close()
-
-    def abandon(self, error: BaseException) -> None:
-        """Tell the peers that this rank raised inside an op; once something was staged, only ``close`` still works."""
-        if self._broken is not None or self._closed:
-            return
-        if self.control.staged:
-            self._break(error)
-        else:
-            self.control.report(error, fatal=False)
-
-    def _wait(
-        self,
-        arrived: Callable[[float], bool],
-        what: str,
-        *,
-        current: Generation | None = None,
-        missing: Callable[[], Sequence[int]] = tuple,
-    ) -> None:
-        """Wait on the host for ``arrived(seconds) -> bool``; see ``control.wait_until``."""
-
-        def describe(waited: float) -> TransportTimeoutError:
-            absent = list(missing())
-            place = f" (slot {current.slot.name!r}, generation {current.number})" if current else ""
-            return TransportTimeoutError(
-                f"rank {self.rank}: {what}{place}: waited {waited:.1f} s for rank"
-                + (f" {absent[0]}" if len(absent) == 1 else f"s {absent}")
-                + f"; the limit is {self.timeout_s:g} s",
-                peer=absent[0] if len(absent) == 1 else None,
-                slot=current.slot.name if current else None,
-                generation=current.number if current else None,
-                waited_s=waited,
-                missing=absent,
-            )
-
-        self._waited_s += wait_until(
-            arrived, control=self.control, timeout_s=self.timeout_s, describe=describe
-        )
 
     def _moves(self, part: PartSpec, source: int, destination: int, to: Sequence[int]) -> bool:
         """Whether a part goes from one rank to another, different one."""
@@ -354,38 +239,6 @@ class TransportBase:
 
     def _where(self, current: Generation) -> str:
         return f"slot {current.slot.name!r}, generation {current.number}"
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Refuse closed and broken transports; a failed wait breaks this one, a caller's mistake does not."""
-        if self._closed:
-            raise TransportClosedError(f"transport {self.name!r} is closed")
-        if self._broken is not None:
-            raise TransportClosedError(
-                f"transport {self.name!r} broke earlier and can only be closed: {self._broken}"
-            ) from self._broken
-        reported = self._reported()
-        if reported is not None:
-            self._break(reported)
-            raise reported
-        try:
-            # What a verb allocates outlives the caller's inference mode, and is written again outside.
-            with torch.inference_mode(False), torch.no_grad():
-                yield
-        except (GenerationError, RouteError, CapabilityError):
-            raise
-        except TransportError as error:
-            if type(error) is not TransportError:
-                self._break(error)
-            raise
-
-    def _break(self, error: BaseException) -> None:
-        if self._broken is None:
-            self._broken = error
-            self.control.report(
-                error, fatal=True
-            )  # before connections close, so that peers read the cause
-            self._interrupt()
 
     def _check_routes(self, slot: Slot) -> None:
         for part in slot.parts:

@@ -324,8 +324,9 @@ class ControlPlane:
         if asking is not None:
             asking.join(limit_s)
         if asking is None or not asking.is_alive():
-            asking = self._asking = threading.Thread(target=ask, name="cpt-store", daemon=True)
+            asking = threading.Thread(target=ask, name="cpt-store", daemon=True)
             asking.start()
+            self._asking = asking  # started: a thread that watches peers may join it at once
             asking.join(limit_s)
         if asking.is_alive():
             raise TransportTimeoutError(

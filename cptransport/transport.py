@@ -181,6 +181,8 @@ class Capabilities:
         host_staged: CUDA tensors pass through host memory and the verbs block the host.
         dense: a part that some rank sends to two or more others goes whole from every rank to every
             other, and is counted so.
+        several_groups: a process may have transports on groups with different members at once; else
+            the second group is refused.
     """
 
     device_types: tuple[str, ...] = ("cpu",)
@@ -191,6 +193,7 @@ class Capabilities:
     in_place: bool = False
     host_staged: bool = False
     dense: bool = False
+    several_groups: bool = True
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ import gc
 import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from cptransport.errors import BackendUnavailableError
 from cptransport.testing.contract_base import ContractTests, Figures, clause
 from cptransport.testing.contract_bytes import exchange_all
 from cptransport.testing.oracle import assert_bytes, payload
@@ -117,6 +119,22 @@ def _create_in_serial_order(ranks: Ranks) -> None:
     _exchange(ranks.create(), "all", 1, list(range(ranks.world_size)))
 
 
+def _refused_group(ranks: Ranks) -> None:
+    """While ranks 0 and 1 have a transport, 1 and 2 get none; afterwards they do."""
+    groups = [dist.new_group(members) for members in ([0, 1], [1, 2])]
+    first = ranks.create(groups[0]) if ranks.rank in (0, 1) else None
+    ranks.sync()
+    if ranks.rank in (1, 2):
+        with pytest.raises(BackendUnavailableError, match=r"\[0, 1\]"):
+            ranks.create(groups[1])
+    if first is not None:
+        _exchange(first, "first", 1, [0, 1])
+        first.close()
+    ranks.sync()
+    if ranks.rank in (1, 2):
+        _exchange(ranks.create(groups[1]), "second", 1, [1, 2])
+
+
 def _forget(ranks: Ranks) -> None:
     """Rank 0 drops a transport and collects garbage while rank 1 keeps its end: nothing may communicate."""
     transport: Any = ranks.create()
@@ -142,23 +160,28 @@ class GroupsContract(ContractTests):
         """Nothing is shared; closing one leaves the other."""
         self.run(_two_transports, world_size)
 
-    @clause("C36", ranks=4, processes=True)
+    @clause("C36", ranks=4, processes=True, several_groups=True)
     def test_subgroups(self, world_size: int) -> None:
         """{0,2} and {2,3}; {0,2} and {1,3}; a group in another order of use; one rank alone."""
         for groups in ([[0, 2], [2, 3]], [[0, 2], [1, 3]], [[0, 1], [2, 3]], [[1, 2, 3], [0, 3]]):
             self.run(_subgroups, world_size, groups=groups)
 
-    @clause("C36", "C19", ranks=3, processes=True)
+    @clause("C36", "C19", ranks=3, processes=True, several_groups=True)
     def test_a_signal_stays_in_its_group(self, world_size: int, figures: Figures) -> None:
         """Overlapping groups in turn, one rank late in one of them."""
         self.run(_late_in_one_group, world_size, delay_s=figures.delay_s / 3)
+
+    @clause("C36", "C25", ranks=3, processes=True, several_groups=False)
+    def test_another_group_is_refused(self, world_size: int) -> None:
+        """On all its ranks, with the ranks that are served; the transport there is not disturbed."""
+        self.run(_refused_group, world_size)
 
     @clause("C36", ranks=2, processes=True)
     def test_collectives_of_the_user_between_the_verbs(self, world_size: int) -> None:
         """The user's group and the transport do not disturb each other."""
         self.run(_among_collectives, world_size)
 
-    @clause("C36", ranks=3, processes=True)
+    @clause("C36", ranks=3, processes=True, several_groups=True)
     def test_creation_needs_no_order_beyond_a_serial_one(self, world_size: int) -> None:
         """Groups with common members, made and used as each rank comes to them."""
         self.run(_create_in_serial_order, world_size)

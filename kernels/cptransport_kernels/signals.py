@@ -4,23 +4,30 @@
 Every rank has one *board* of flags at an address its peers know, int64 ``[slots, 2, N]``, N a power
 of two >= 32::
 
-    board[slot, PUBLISHED, s]   written by rank s: the generation that s has published to this rank
+    board[slot, PUBLISHED, s]   written by rank s: what s has published to this rank, as
+                                generation << STEP_BITS | step
     board[slot, RELEASED, d]    written by rank d: the generation of this rank it no longer reads
 
 Generations are counted on the device (``counters``, int64 ``[slots]``, private), so a captured
-graph that is replayed goes on counting. Flags only grow, so a waiter asks for "at least".
+graph that is replayed goes on counting. Flags only grow, so a waiter asks for "at least". The *step*
+is the publisher's op call that staged the generation; a taker that finds another step than its own
+there knows that some rank left an op call out. Slots count from 1: ``counters[0]`` says that a wait
+of this rank has expired.
 
 Memory order. A writer stores its flag with *release* at *system* scope: all that the stream did
 before (kernel boundaries order it) is visible to whoever reads that flag with *acquire* at system
 scope; kernels that come later on the reader's stream see it too. Flags lie in the waiter's memory,
 so polling does not cross the link. Data is read in the owner's memory.
 
-Waits have a deadline on ``%globaltimer``. A wait that expires writes ``(1 + peer, slot,
-generation)`` to a word that the host can see and goes on; what it was to deliver becomes bytes
-0xFF, which are NaN in every floating-point dtype.
+Waits have a deadline on ``%globaltimer``. The first that expires writes ``(1 + peer, slot,
+generation)`` to a word that the host can see (``-(1 + peer)``: the peer was in another step) and
+goes on; what it was to deliver becomes bytes 0xFF, which are NaN in every floating-point dtype.
+Waits after it only look, so that a queue of them ends at once. The host ends a wait early by a
+non-zero fourth word.
 
-One program waits for all peers at once: lane o polls the flag of rank o. Decisions are
-reductions over the lanes, so they are uniform over the program, however far its threads drift apart.
+One program waits for all peers at once: lane o polls the flag of rank o. A program is one warp and
+its decisions are reductions over the lanes, so all its threads decide alike: several warps would each
+poll for themselves, and might differ at the deadline.
 
 GPU only: Triton's interpreter has neither the scopes nor the clock.
 """
@@ -40,6 +47,8 @@ from cptransport_kernels.launch import launch
 __all__ = [
     "PUBLISHED",
     "RELEASED",
+    "STEP_BITS",
+    "TABLE_PARTS",
     "barrier",
     "board_numel",
     "fetch",
@@ -51,8 +60,16 @@ __all__ = [
 
 PUBLISHED = 0
 RELEASED = 1
-_COPY_BLOCK = 2048
-_MAX_COPY_PROGRAMS = 64
+STEP_BITS = 20
+#: Parts that one ``locate`` writes the addresses of.
+TABLE_PARTS = 4
+
+_STEP_BITS = tl.constexpr(STEP_BITS)
+_STEP_MASK = tl.constexpr((1 << STEP_BITS) - 1)
+#: How many looks at the flags come to one at the host's word.
+_LOOKS_AT_HOST = tl.constexpr(64)
+_COPY_BLOCK = 1024
+_MAX_COPY_PROGRAMS = 256
 
 
 @triton.jit
@@ -87,87 +104,131 @@ def _in_mask(o, mask):
 
 
 @triton.jit
-def _await(p_flags, o, wanted, value, timeout_ns):
-    """Wait until the flags of all wanted lanes are at least value; return the lanes that are not."""
+def _await(p_flags, p_error, o, wanted, value, shift, failed, timeout_ns):
+    """Wait until the flags of all wanted lanes, shifted, are at least value.
+
+    Returns the lanes whose flags are not, and all flags. After a failure: look, do not wait.
+    """
     start = _now(o)
-    late = wanted & (_load_acquire(p_flags + o) < value)
+    flags = _load_acquire(p_flags + o)
+    late = wanted & ((flags >> shift) < value)
     pending = tl.sum(late.to(tl.int32), axis=0)
-    expired = 0
+    expired = failed
+    looks = 0
     while (pending > 0) & (expired == 0):
-        late = wanted & (_load_acquire(p_flags + o) < value)
+        flags = _load_acquire(p_flags + o)
+        late = wanted & ((flags >> shift) < value)
         pending = tl.sum(late.to(tl.int32), axis=0)
-        expired = (_now(o) - start > timeout_ns).to(tl.int32)
-    return late
+        expired = (_now(o) - start > timeout_ns).to(tl.int64)
+        looks += 1
+        if looks % _LOOKS_AT_HOST == 0:  # host memory is far away
+            expired += tl.load(p_error + 3, volatile=True)
+    return late, flags
 
 
 @triton.jit
-def _report(p_error, o, late, slot, generation, N: tl.constexpr):
-    """Write (1 + lowest late rank, slot, generation) where the host looks; the first word last."""
+def _await_publication(
+    p_board, p_error, o, wanted, slot, generation, step, failed, timeout_ns, N: tl.constexpr
+):
+    """Wait for the wanted ranks' publication; return who is late, and who published in another step."""
+    late, flags = _await(
+        p_board + slot * 2 * N, p_error, o, wanted, generation, _STEP_BITS, failed, timeout_ns
+    )
+    same = (flags >> _STEP_BITS) == generation
+    strayed = wanted & same & ((flags & _STEP_MASK) != step)
+    return late, strayed
+
+
+@triton.jit
+def _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N: tl.constexpr):
+    """Write the lowest rank that is late, else has strayed, where the host looks; its word last."""
     peer = tl.min(tl.where(late, o, N), axis=0)
-    if peer < N:
-        tl.store(p_error + 1, slot.to(tl.int64))
+    code = peer + 1
+    if peer == N:
+        peer = tl.min(tl.where(strayed, o, N), axis=0)
+        code = -(peer + 1)
+    if (peer < N) & (failed == 0):
+        tl.store(p_counters, 1)
+        tl.store(p_error + 1, slot)
         tl.store(p_error + 2, generation)
         tl.debug_barrier()
-        tl.atomic_xchg(p_error, peer.to(tl.int64) + 1, sem="release", scope="sys")
+        zeros = tl.zeros([N], tl.int64)
+        # Not an atomic: those need not reach host memory.
+        _store_release(p_error.to(tl.int64) + zeros, code.to(tl.int64) + zeros, o == 0)
 
 
 @triton.jit(do_not_specialize=["slot", "rank", "releases", "waits", "depth", "timeout_ns"])
 def stage_kernel(
-    p_counters, p_board, p_boards, p_error, slot, rank, releases, waits, depth, timeout_ns, N: tl.constexpr
+    p_counters, p_board, p_boards, p_error, slot: tl.int64, rank: tl.int64, releases: tl.int64,
+    waits: tl.int64, depth: tl.int64, timeout_ns: tl.int64, N: tl.constexpr,
 ):  # fmt: skip
     o = tl.arange(0, N)
+    failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot) + 1
     tl.debug_barrier()
     tl.store(p_counters + slot, generation)
-    base = slot.to(tl.int64) * 2 * N
+    base = slot * 2 * N + N
     # This rank no longer reads what the sources published in the generation before.
-    theirs = tl.load(p_boards + o) + (base + N + rank) * 8
+    theirs = tl.load(p_boards + o) + (base + rank) * 8
     _store_release(theirs, tl.zeros([N], tl.int64) + (generation - 1), _in_mask(o, releases))
-    late = _await(p_board + base + N, o, _in_mask(o, waits), generation - depth, timeout_ns)
-    _report(p_error, o, late, slot, generation, N)
+    late, flags = _await(
+        p_board + base, p_error, o, _in_mask(o, waits), generation - depth, 0, failed, timeout_ns
+    )
+    _report(p_error, p_counters, o, late, o < 0, slot, generation, failed, N)
 
 
-@triton.jit(do_not_specialize=["slot", "rank", "targets"])
-def publish_kernel(p_counters, p_boards, slot, rank, targets, N: tl.constexpr):
-    o = tl.arange(0, N)
-    generation = tl.load(p_counters + slot)
-    theirs = tl.load(p_boards + o) + (slot.to(tl.int64) * 2 * N + rank) * 8
-    _store_release(theirs, tl.zeros([N], tl.int64) + generation, _in_mask(o, targets))
-
-
-@triton.jit(do_not_specialize=["slot", "rank", "everyone", "timeout_ns"])
-def barrier_kernel(
-    p_counters, p_board, p_boards, p_error, slot, rank, everyone, timeout_ns, COUNT: tl.constexpr, N: tl.constexpr
+@triton.jit(do_not_specialize=["slot", "rank", "targets", "step"])
+def publish_kernel(
+    p_counters, p_boards, slot: tl.int64, rank: tl.int64, targets: tl.int64, step: tl.int64, N: tl.constexpr
 ):  # fmt: skip
     o = tl.arange(0, N)
+    stamp = (tl.load(p_counters + slot) << _STEP_BITS) + step
+    theirs = tl.load(p_boards + o) + (slot * 2 * N + rank) * 8
+    _store_release(theirs, tl.zeros([N], tl.int64) + stamp, _in_mask(o, targets))
+
+
+@triton.jit(do_not_specialize=["slot", "rank", "everyone", "step", "timeout_ns"])
+def barrier_kernel(
+    p_counters, p_board, p_boards, p_error, slot: tl.int64, rank: tl.int64, everyone: tl.int64,
+    step: tl.int64, timeout_ns: tl.int64, COUNT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    o = tl.arange(0, N)
+    failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot)
     if COUNT:
         generation += 1
         tl.debug_barrier()
         tl.store(p_counters + slot, generation)
-    base = slot.to(tl.int64) * 2 * N
-    theirs = tl.load(p_boards + o) + (base + rank) * 8
-    _store_release(theirs, tl.zeros([N], tl.int64) + generation, _in_mask(o, everyone))
-    late = _await(p_board + base, o, _in_mask(o, everyone), generation, timeout_ns)
-    _report(p_error, o, late, slot, generation, N)
+    theirs = tl.load(p_boards + o) + (slot * 2 * N + rank) * 8
+    stamp = (generation << _STEP_BITS) + step
+    _store_release(theirs, tl.zeros([N], tl.int64) + stamp, _in_mask(o, everyone))
+    late, strayed = _await_publication(
+        p_board, p_error, o, _in_mask(o, everyone), slot, generation, step, failed, timeout_ns, N
+    )
+    _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N)
 
 
 @triton.jit(
     do_not_specialize=[
-        "slot", "sources", "timeout_ns", "nan_address", "offset0", "offset1", "offset2", "offset3",
+        "nan_address", "slot", "sources", "step", "timeout_ns", "offset0", "offset1", "offset2", "offset3",
         "present0", "present1", "present2", "present3",
-    ]
+    ],
+    do_not_specialize_on_alignment=["p_table"],
 )  # fmt: skip
 def locate_kernel(
-    p_counters, p_board, p_regions, p_error, p_table, nan_address,
-    slot, sources, timeout_ns, offset0, offset1, offset2, offset3, present0, present1, present2, present3,
+    p_counters, p_board, p_regions, p_error, p_table, nan_address: tl.int64, slot: tl.int64,
+    sources: tl.int64, step: tl.int64, timeout_ns: tl.int64,
+    offset0: tl.int64, offset1: tl.int64, offset2: tl.int64, offset3: tl.int64,
+    present0: tl.int64, present1: tl.int64, present2: tl.int64, present3: tl.int64,
     PARTS: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     o = tl.arange(0, N)
+    failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot)
-    wanted = _in_mask(o, sources)
-    late = _await(p_board + slot.to(tl.int64) * 2 * N, o, wanted, generation, timeout_ns)
-    _report(p_error, o, late, slot, generation, N)
+    late, strayed = _await_publication(
+        p_board, p_error, o, _in_mask(o, sources), slot, generation, step, failed, timeout_ns, N
+    )
+    _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N)
     region = tl.load(p_regions + o)
     for part in tl.static_range(PARTS):
         if part == 0:
@@ -178,28 +239,33 @@ def locate_kernel(
             offset, present = offset2, present2
         else:
             offset, present = offset3, present3
-        address = tl.where(late, nan_address, region + offset)
+        address = tl.where(late | strayed, nan_address, region + offset)
         tl.store(p_table + part * N + o, tl.where(_in_mask(o, present), address, 0))
 
 
 @triton.jit(
-    do_not_specialize=["slot", "source", "offset", "words", "timeout_ns"],
-    do_not_specialize_on_alignment=["offset"],
+    do_not_specialize=["slot", "source", "offset", "words", "step", "timeout_ns"],
+    do_not_specialize_on_alignment=["p_target"],
 )
 def fetch_kernel(
-    p_counters, p_board, p_regions, p_error, p_target,
-    slot, source, offset, words, timeout_ns, WORD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    p_counters, p_board, p_regions, p_error, p_target, slot: tl.int64, source: tl.int64,
+    offset: tl.int64, words: tl.int64, step: tl.int64, timeout_ns: tl.int64,
+    WORD: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     o = tl.arange(0, N)
+    failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot)
-    late = _await(p_board + slot.to(tl.int64) * 2 * N, o, o == source, generation, timeout_ns)
-    missing = tl.sum(late.to(tl.int32), axis=0) > 0
+    late, strayed = _await_publication(
+        p_board, p_error, o, o == source, slot, generation, step, failed, timeout_ns, N
+    )
+    missing = tl.sum((late | strayed).to(tl.int32), axis=0) > 0
     if tl.program_id(0) == 0:
-        _report(p_error, o, late, slot, generation, N)
+        _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N)
+    tl.debug_barrier()  # what one lane has acquired, all threads may read
     address = tl.load(p_regions + source) + offset
     p_source = address.to(tl.pointer_type(WORD))
-    step = tl.num_programs(0) * BLOCK
-    for first in range(tl.program_id(0) * BLOCK, words, step):
+    stride = tl.num_programs(0).to(tl.int64) * BLOCK
+    for first in range(tl.program_id(0).to(tl.int64) * BLOCK, words, stride):
         i = first + tl.arange(0, BLOCK)
         inside = i < words
         value = tl.load(p_source + i, mask=inside & (not missing), other=-1, cache_modifier=".cv")
@@ -224,11 +290,11 @@ def stage(
     released here.
 
     Args:
-        counters (int64, [slots], cuda): generations, private to this rank.
+        counters (int64, [slots], cuda): generations, private to this rank; see the module docstring.
         board (int64, [slots, 2, N], cuda): this rank's board.
         boards (int64, [N], cuda): addresses of all ranks' boards; unused lanes hold this rank's.
-        error (int64, [3], pinned): see the module docstring.
-        slot: index of the slot. rank: this rank.
+        error (int64, [4], pinned): see the module docstring.
+        slot: index of the slot, from 1. rank: this rank.
         releases: bit s: tell rank s. waits: bit d: wait for rank d.
         depth: wait for generation ``new - depth``.
         timeout_ns: limit of the wait.
@@ -237,39 +303,49 @@ def stage(
     """
     launch(
         stage_kernel, (1,),
-        counters, board, boards, error, slot, rank, releases, waits, depth, timeout_ns,
+        counters, board, boards, error, slot, rank, _bits(releases), _bits(waits), depth, timeout_ns,
         N=boards.numel(), num_warps=1,
     )  # fmt: skip
 
 
-def publish(counters: Tensor, boards: Tensor, *, slot: int, rank: int, targets: int) -> None:
-    """Tell the targets (bit d: rank d) that this generation may be read. Arguments as ``stage``."""
+def publish(
+    counters: Tensor, boards: Tensor, *, slot: int, rank: int, targets: int, step: int
+) -> None:
+    """Tell the targets (bit d: rank d) that this generation may be read.
+
+    Args:
+        step: of the op call that staged it, modulo ``2 ** STEP_BITS``.
+        others: as ``stage``.
+    """
     launch(
-        publish_kernel, (1,), counters, boards, slot, rank, targets, N=boards.numel(), num_warps=1
+        publish_kernel, (1,), counters, boards, slot, rank, _bits(targets), step,
+        N=boards.numel(), num_warps=1,
     )  # fmt: skip
 
 
 def barrier(
     counters: Tensor, board: Tensor, boards: Tensor, error: Tensor, *,
-    slot: int, rank: int, everyone: int, timeout_ns: int, count: bool,
+    slot: int, rank: int, everyone: int, step: int, timeout_ns: int, count: bool,
 ) -> None:  # fmt: skip
     """Tell everyone, and wait for everyone, in the slot's generation.
 
     Args:
         everyone: bit r for every rank.
+        step: as ``publish``.
         count: begin a new generation first (a slot used for barriers alone).
         others: as ``stage``.
     """
     launch(
         barrier_kernel, (1,),
-        counters, board, boards, error, slot, rank, everyone, timeout_ns,
+        counters, board, boards, error, slot, rank, _bits(everyone), step, timeout_ns,
         COUNT=count, N=boards.numel(), num_warps=1,
     )  # fmt: skip
 
 
 def locate(
     counters: Tensor, board: Tensor, regions: Tensor, error: Tensor, table: Tensor, *,
-    slot: int, sources: int, offsets: Sequence[int], present: Sequence[int], nan_address: int, timeout_ns: int,
+    slot: int, sources: int, offsets: Sequence[int], present: Sequence[int], nan_address: int,
+    step: int, timeout_ns: int,
 ) -> None:  # fmt: skip
     """Wait for the sources and write where their parts are.
 
@@ -278,24 +354,25 @@ def locate(
         table (int64, [len(offsets), N], cuda): overwritten; 0 for ranks that are not present,
         ``nan_address`` for late ones.
         sources: bit s: wait for rank s.
-        offsets: of at most four parts in a region, bytes.
+        offsets: of at most ``TABLE_PARTS`` parts in a region, bytes.
         present: per part, bit s: rank s has it (this rank's own may be present without being waited
             for).
         nan_address: local memory of NaN as large as any of the parts.
+        step: of the op call that staged the generation here.
         others: as ``stage``.
     """
-    zeros = (0, 0, 0, 0)
+    zeros = (0,) * TABLE_PARTS
     launch(
         locate_kernel, (1,),
-        counters, board, regions, error, table, nan_address, slot, sources, timeout_ns,
-        *(*offsets, *zeros)[:4], *(*present, *zeros)[:4],
+        counters, board, regions, error, table, nan_address, slot, _bits(sources), step, timeout_ns,
+        *(*offsets, *zeros)[:TABLE_PARTS], *map(_bits, (*present, *zeros)[:TABLE_PARTS]),
         PARTS=len(offsets), N=regions.numel(), num_warps=1,
     )  # fmt: skip
 
 
 def fetch(
     counters: Tensor, board: Tensor, regions: Tensor, error: Tensor, target: Tensor, *,
-    slot: int, source: int, offset: int, timeout_ns: int,
+    slot: int, source: int, offset: int, step: int, timeout_ns: int,
 ) -> None:  # fmt: skip
     """Wait for a source and copy bytes out of its region; 0xFF where it is late.
 
@@ -319,6 +396,11 @@ def fetch(
     programs = max(1, min(_MAX_COPY_PROGRAMS, triton.cdiv(words, _COPY_BLOCK)))
     launch(
         fetch_kernel, (programs,),
-        counters, board, regions, error, target, slot, source, offset, words, timeout_ns,
-        WORD=word, BLOCK=_COPY_BLOCK, N=regions.numel(), num_warps=4,
+        counters, board, regions, error, target, slot, source, offset, words, step, timeout_ns,
+        WORD=word, BLOCK=_COPY_BLOCK, N=regions.numel(), num_warps=1,
     )  # fmt: skip
+
+
+def _bits(mask: int) -> int:
+    """A mask of up to 64 ranks as a signed 64-bit integer."""
+    return mask - (1 << 64) if mask >> 63 else mask

@@ -54,6 +54,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, name: str, *, vendor: bool) -> None
         monkeypatch.setattr(
             module, "find_spec", find_spec_with(**{library: vendor, "triton": True})
         )
+        if owner == "nvshmem_runtime":
+            monkeypatch.setattr(module, "load_library", lambda: None)
 
 
 @each_backend

@@ -20,7 +20,12 @@ except PackageNotFoundError:  # on PYTHONPATH, not installed
     __version__ = "0+unknown"
 
 _CAPABILITIES = Capabilities(
-    device_types=("cuda",), pairwise=False, cuda_graph=True, shared_device=True, in_place=True
+    device_types=("cuda",),
+    pairwise=False,
+    cuda_graph=True,
+    shared_device=True,
+    in_place=True,
+    several_groups=False,
 )
 
 

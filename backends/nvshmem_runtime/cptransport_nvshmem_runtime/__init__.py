@@ -14,8 +14,12 @@ import torch.distributed as dist
 from cptransport.backend import MAX_RANKS, ControlPlane, OneSidedTransport, group_store
 from cptransport.errors import BackendUnavailableError, TransportError
 from cptransport.transport import Capabilities
+from cptransport_nvshmem_runtime.library import load_library
 
 __all__ = ["__version__", "advice", "create", "missing"]
+
+#: Set by ``cptransport launch --share-gpu``: how many ranks share the device.
+_SHARING = "CPTRANSPORT_RANKS_PER_DEVICE"
 
 try:
     __version__ = version("cptransport-nvshmem-runtime")
@@ -24,7 +28,7 @@ except PackageNotFoundError:  # on PYTHONPATH, not installed
 
 
 def missing(device: torch.device) -> str | None:
-    """Say what this process lacks first for NVSHMEM on a device, without importing NVSHMEM.
+    """Say what this process lacks first for NVSHMEM on a device; initialises nothing.
 
     Args:
         device: where the summaries live.
@@ -41,7 +45,9 @@ def missing(device: torch.device) -> str | None:
             "nvshmem4py is not installed: pip install 'cptransport-nvshmem-runtime[cu13]' "
             "(or [cu12], for CUDA 12)"
         )
-    return None
+    if find_spec("triton") is None:
+        return "Triton is not installed: its kernels carry the signals"
+    return load_library()
 
 
 def advice(connections: int) -> list[str]:
@@ -60,10 +66,33 @@ def advice(connections: int) -> list[str]:
             "kernels start in the order of their launch",
         ),
     }
-    return [
+    ranks = os.environ.get(_SHARING, "")
+    if ranks.isdigit() and int(ranks) > 1:
+        wanted["NVSHMEM_DISABLE_NVLS"] = ("1", "multicast objects are for GPUs of one rank each")
+    lines = [
         f"set {name}={value}: {why}"
         for name, (value, why) in wanted.items()
         if os.environ.get(name) != value
+    ]
+    return lines + (_mps_advice(int(ranks)) if ranks.isdigit() else [])
+
+
+def _mps_advice(ranks: int) -> list[str]:
+    """Say what ranks that share a GPU lack of MPS."""
+    if ranks == 1:
+        return []
+    if "CUDA_MPS_PIPE_DIRECTORY" not in os.environ:
+        return [f"start MPS: {ranks} ranks share one GPU, and take turns on it without"]
+    share = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "")
+    try:
+        fits = float(share) * ranks <= 100
+    except ValueError:
+        fits = False
+    if fits:
+        return []
+    return [
+        f"set CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={100 // ranks}: the shares of {ranks} ranks must not add up "
+        "to more than 100"
     ]
 
 
@@ -114,6 +143,9 @@ def create(
             memory=memory,
             barrier=barrier,
         )
-    except TransportError as error:
-        memory.close(broken=False)
-        raise BackendUnavailableError(f"{name}: {error}") from error
+    except BaseException as error:
+        # Memory is refused on all ranks together; anything else may be this rank's alone.
+        memory.close(broken=type(error) is not TransportError)
+        if isinstance(error, TransportError):
+            raise BackendUnavailableError(f"{name}: {error}") from error
+        raise

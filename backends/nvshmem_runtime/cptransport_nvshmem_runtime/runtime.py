@@ -3,15 +3,22 @@
 
 NVSHMEM's processing elements (PEs) are exactly the ranks of one group: its allocations are
 collective over all PEs, so a second group with other members cannot be served beside the first, and
-is refused. PE and rank are kept apart all the same.
+is refused. What somebody else has initialised (nvshmem4py, torch's symmetric memory) is shared, and
+left to them, if its PEs are the group's ranks in any order.
 
-Nothing here runs in a destructor. After a peer died nothing is finalised or freed: peers may still
-map the memory.
+Calls of NVSHMEM that meet all PEs (initialisation, ``malloc``, ``free``, finalisation) wait without
+limit; all ranks meet on the control plane, with a deadline, right before each. A transport that broke
+frees nothing, since peers may still map the memory, and NVSHMEM is never finalised after one, since a
+peer may be dead. If none is, the next transport of the group frees what was left, once all ranks have
+come to it. Nothing here runs in a destructor.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+import warnings
 from typing import Any
 
 import numpy as np
@@ -20,13 +27,230 @@ import torch.distributed as dist
 
 from cptransport.backend import ControlPlane, PeerRegion
 from cptransport.errors import BackendUnavailableError, TransportError
+from cptransport_nvshmem_runtime.library import bindings
 
 __all__ = ["SymmetricMemory", "acquire"]
 
-_lock = threading.Lock()
-_members: tuple[int, ...] | None = None
-_users = 0
-_broken = False
+_LIMITED = (
+    "several ranks share a GPU without MPS, or CUDA_MPS_ACTIVE_THREAD_PERCENTAGE of those that do adds up "
+    "to more than 100: they take turns on it, milliseconds each; start them by cptransport launch --share-gpu"
+)
+
+
+class _Process:
+    """What this process knows of its NVSHMEM.
+
+    Attributes:
+        members: global ranks of the group that is served; None: nothing is initialised by us.
+        users: transports that have not been closed.
+        ours: whether we initialised it, and so finalise it.
+        broke: whether a transport broke; it is not finalised then.
+        spent: why it cannot be used any more; empty: it can.
+        made: allocations so far, alike on all PEs.
+        left: of transports that broke, number of the allocation -> address here.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.members: tuple[int, ...] | None = None
+        self.users = 0
+        self.ours = False
+        self.broke = False
+        self.spent = ""
+        self.made = 0
+        self.left: dict[int, int] = {}
+
+    def conflict(self, members: tuple[int, ...]) -> str:
+        """Say why a group cannot be served; empty: it can."""
+        if self.spent:
+            return self.spent
+        if self.members is not None and self.members != members:
+            return (
+                f"NVSHMEM already serves ranks {list(self.members)} in this process; it cannot serve "
+                f"{list(members)} beside them"
+            )
+        return ""
+
+
+_process = _Process()
+
+
+def acquire(group: Any, control: ControlPlane, device: torch.device) -> SymmetricMemory:
+    """Initialise NVSHMEM for a group, or share what is there.
+
+    Raises:
+        BackendUnavailableError: alike on all ranks: NVSHMEM serves other ranks already, lost a peer or
+            failed before, or fails to start.
+
+    Collective: over the group.
+    """
+    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
+    with _process.lock:
+        _agree(control, _process.conflict(members), "NVSHMEM: who is served")
+        if _process.members is None:
+            _start(control, device)
+            _process.members = members
+        memory = SymmetricMemory(control, device)
+        memory.free_what_is_left()
+        _process.users += 1
+    return memory
+
+
+def _start(control: ControlPlane, device: torch.device) -> None:
+    """Initialise NVSHMEM, unless somebody else has; all ranks alike."""
+    problem, found = "", False
+    try:
+        library = bindings()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize(device)  # NVSHMEM takes the current context
+        status, known = library.init_status(), library.Init_status
+        found = known.STATUS_IS_INITIALIZED <= status < known.STATUS_INVALID
+        if status == known.STATUS_IS_BOOTSTRAPPED:
+            problem = "NVSHMEM was half initialised in this process before"
+        elif found and library.n_pes() != control.world_size:
+            problem = (
+                f"NVSHMEM was initialised before, with {library.n_pes()} PEs; the group has "
+                f"{control.world_size} ranks"
+            )
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    _agree(control, problem, "NVSHMEM: what is there")
+    there = [text == "True" for text in control.exchange(str(found), "NVSHMEM: who has it")]
+    if all(there):
+        _process.ours = False
+        return
+    if any(there):
+        ranks = [rank for rank, each in enumerate(there) if each]
+        raise BackendUnavailableError(f"NVSHMEM was initialised before, on ranks {ranks} alone")
+    _initialise(library, control, device)
+
+
+def _initialise(library: Any, control: ControlPlane, device: torch.device) -> None:
+    """Initialise NVSHMEM with the group's ranks as PEs, by an id that rank 0 makes."""
+    problem, mine = "", ""
+    try:
+        if control.rank == 0:
+            identity = library.uniqueid()
+            library.get_uniqueid(identity.ptr)
+            mine = identity._data.tobytes().hex()
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    _agree(control, problem, "NVSHMEM: unique id")
+    text = control.exchange(mine, "NVSHMEM: unique id of rank 0")[0]
+    _process.spent = "NVSHMEM failed to start earlier in this process"  # until it has started
+    try:
+        raw = np.frombuffer(bytes.fromhex(text), dtype=library.uniqueid_dtype)
+        identity = library.uniqueid.from_data(raw.copy())
+        attributes = library.InitAttr()
+        with torch.cuda.device(device):
+            library.set_attr_uniqueid_args(
+                control.rank, control.world_size, identity.ptr, attributes.ptr
+            )
+            library.hostlib_init_attr(library.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+        # It reports success also where it could set up nothing but the connections of its hosts.
+        if library.init_status() < library.Init_status.STATUS_IS_INITIALIZED:
+            problem = "NVSHMEM does not start; NVSHMEM_DEBUG=INFO says why"
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+    _agree(control, problem, "NVSHMEM: initialisation")
+    _process.spent, _process.ours = "", True
+    if control.rank == 0 and library.init_status() == library.Init_status.STATUS_LIMITED_MPG:
+        warnings.warn(_LIMITED, stacklevel=2)
+
+
+def _agree(control: ControlPlane, problem: str, what: str) -> None:
+    """Raise alike on all ranks when some rank has a problem."""
+    failed = {rank: text for rank, text in enumerate(control.exchange(problem, what)) if text}
+    if failed:
+        raise BackendUnavailableError(
+            "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+        )
+
+
+class SymmetricMemory:
+    """A ``PeerMemory`` on NVSHMEM's symmetric heap.
+
+    Args:
+        control: of the transport. device: of this rank.
+    """
+
+    def __init__(self, control: ControlPlane, device: torch.device) -> None:
+        self._library = bindings()
+        self._control = control
+        self._device = device
+        pes = control.exchange(str(self._library.my_pe()), "NVSHMEM: PE of every rank")
+        self._pes = [int(pe) for pe in pes]
+        self._numbers: dict[int, int] = {}  # address -> number of the allocation
+        self._closed = False
+
+    def allocate(self, nbytes: int) -> PeerRegion:
+        """See ``PeerMemory.allocate``."""
+        self._control.exchange("", "NVSHMEM: allocation")
+        with torch.cuda.device(self._device):
+            address = self._library.malloc(max(nbytes, 1))
+            _process.made += 1
+            self._numbers[address] = _process.made
+            addresses = [
+                address if rank == self._control.rank else self._library.ptr(address, pe)
+                for rank, pe in enumerate(self._pes)
+                if address
+            ]
+        unreachable = [rank for rank, found in enumerate(addresses) if not found]
+        texts = self._control.exchange(json.dumps([bool(address), unreachable]), "NVSHMEM: memory")
+        found = [json.loads(text) for text in texts]
+        lacking = [rank for rank, (got, _) in enumerate(found) if not got]
+        if lacking:  # where others got some it stays: giving it back would take all ranks
+            size = os.environ.get("NVSHMEM_SYMMETRIC_SIZE", "unset: 1G")
+            raise TransportError(
+                f"the symmetric heap of ranks {lacking} cannot hold {nbytes} more bytes; set "
+                f"NVSHMEM_SYMMETRIC_SIZE ({size}) higher on all ranks before NVSHMEM starts"
+            )
+        apart = {rank: peers for rank, (_, peers) in enumerate(found) if peers}
+        if apart:
+            self.free(PeerRegion(torch.empty(0), (), address))
+            raise TransportError(
+                "; ".join(
+                    f"the memory of ranks {peers} is not addressable from rank {rank}"
+                    for rank, peers in apart.items()
+                )
+                + ": no NVLink or PCIe peer access between their GPUs"
+            )
+        return PeerRegion(_line(address, nbytes, self._device), tuple(addresses), address)
+
+    def free(self, region: PeerRegion) -> None:
+        """See ``PeerMemory.free``."""
+        self._control.exchange("", "NVSHMEM: freeing")
+        self._free(region.handle)
+        del self._numbers[region.handle]
+
+    def free_what_is_left(self) -> None:
+        """Free what transports that broke have left, where all ranks have done with them; collective."""
+        torch.cuda.synchronize(self._device)  # their waits have ended, and so have their reads
+        mine = json.dumps(sorted(_process.left))
+        texts = self._control.exchange(mine, "NVSHMEM: what is left")
+        for number in sorted(set.intersection(*(set(json.loads(text)) for text in texts))):
+            self._free(_process.left.pop(number))
+
+    def _free(self, address: int) -> None:
+        with torch.cuda.device(self._device):
+            self._library.free(address)
+
+    def close(self, broken: bool) -> None:
+        """See ``PeerMemory.close``; the last transport finalises NVSHMEM."""
+        if self._closed:
+            return
+        self._closed = True
+        with _process.lock:
+            _process.users -= 1
+            if broken:
+                _process.broke = True
+                _process.left.update({n: a for a, n in self._numbers.items() if a})
+            if _process.users or _process.broke:
+                return
+            if _process.ours:
+                with torch.cuda.device(self._device):
+                    self._library.hostlib_finalize()
+            _process.members = None
 
 
 class _Bytes:
@@ -41,129 +265,6 @@ class _Bytes:
         }
 
 
-def acquire(group: Any, control: ControlPlane, device: torch.device) -> SymmetricMemory:
-    """Initialise NVSHMEM for a group, or share what is there.
-
-    Raises:
-        BackendUnavailableError: alike on all ranks: NVSHMEM serves other ranks already, failed
-            before, or fails to start.
-
-    Collective: over the group.
-    """
-    global _members, _users
-    members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
-    with _lock:
-        problem = _conflict(members)
-        _agree(control, problem, "NVSHMEM: who is served")
-        if _members is None:
-            _start(control, device)
-            _members = members
-        _users += 1
-    return SymmetricMemory(control, device)
-
-
-def _conflict(members: tuple[int, ...]) -> str:
-    if _broken:
-        return "NVSHMEM lost a peer earlier in this process and cannot start again"
-    if _members is not None and _members != members:
-        return (
-            f"NVSHMEM already serves ranks {list(_members)} in this process; it cannot serve "
-            f"{list(members)} beside them"
-        )
-    return ""
-
-
-def _start(control: ControlPlane, device: torch.device) -> None:
-    import nvshmem.core as nvshmem
-    from cuda.core import Device
-
-    problem = ""
-    try:
-        torch.cuda.set_device(device)
-        torch.cuda.synchronize(device)
-        handle = Device(device.index)
-        handle.set_current()
-        uid = nvshmem.get_unique_id(empty=control.rank != 0)
-        mine = bytes(uid._data.view(np.int8).tobytes()).hex() if control.rank == 0 else ""
-    except Exception as error:
-        problem, mine = f"{type(error).__name__}: {error}", ""
-    _agree(control, problem, "NVSHMEM: unique id")
-    text = control.exchange(mine, "NVSHMEM: unique id of rank 0")[0]
-    try:
-        if control.rank != 0:
-            uid._data.view(np.int8)[:] = np.frombuffer(bytes.fromhex(text), dtype=np.int8)
-        nvshmem.init(
-            device=handle,
-            uid=uid,
-            rank=control.rank,
-            nranks=control.world_size,
-            initializer_method="uid",
-        )
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-    _agree(control, problem, "NVSHMEM: initialisation")
-
-
-def _agree(control: ControlPlane, problem: str, what: str) -> None:
-    """Raise alike on all ranks when some rank has a problem."""
-    for rank, text in enumerate(control.exchange(problem, what)):
-        if text:
-            raise BackendUnavailableError(f"rank {rank}: {text}")
-
-
-class SymmetricMemory:
-    """A ``PeerMemory`` on NVSHMEM's symmetric heap.
-
-    Args:
-        control: of the transport. device: of this rank.
-    """
-
-    def __init__(self, control: ControlPlane, device: torch.device) -> None:
-        from nvshmem.bindings import nvshmem as bindings
-
-        self._bindings = bindings
-        self._control = control
-        self._device = device
-        pes = control.exchange(str(bindings.my_pe()), "NVSHMEM: PE of every rank")
-        self._pes = [int(pe) for pe in pes]
-
-    def allocate(self, nbytes: int) -> PeerRegion:
-        """See ``PeerMemory.allocate``."""
-        size = max(nbytes, 1)
-        address = self._bindings.malloc(size)
-        addresses = []
-        problem = ""
-        if not address:
-            problem = f"the symmetric heap cannot hold {size} more bytes; set NVSHMEM_SYMMETRIC_SIZE higher"
-        else:
-            addresses = [
-                address if rank == self._control.rank else self._bindings.ptr(address, pe)
-                for rank, pe in enumerate(self._pes)
-            ]
-            unreachable = [rank for rank, found in enumerate(addresses) if not found]
-            if unreachable:
-                problem = f"the memory of ranks {unreachable} is not addressable from here"
-        problems = self._control.exchange(problem, "NVSHMEM: allocation")
-        failed = {rank: text for rank, text in enumerate(problems) if text}
-        if failed:
-            if address and all("hold" not in text for text in failed.values()):
-                self._bindings.free(address)
-            raise TransportError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items()))
-        local = torch.as_tensor(_Bytes(address, nbytes), device=self._device)
-        return PeerRegion(local, tuple(addresses), address)
-
-    def free(self, region: PeerRegion) -> None:
-        """See ``PeerMemory.free``."""
-        self._bindings.free(region.handle)
-
-    def close(self, broken: bool) -> None:
-        """See ``PeerMemory.close``; the last transport finalises NVSHMEM."""
-        global _members, _users, _broken
-        import nvshmem.core as nvshmem
-
-        with _lock:
-            _users -= 1
-            _broken = _broken or broken
-            if _users == 0 and not _broken:
-                nvshmem.finalize()
-                _members = None
+def _line(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """View memory as a uint8 tensor; whoever holds it must not outlive the region."""
+    return torch.as_tensor(_Bytes(address, nbytes), device=device)

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Looks for peers' records while the device waits, since nothing on the host waits with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from cptransport.control import ControlPlane
+from cptransport.errors import PeerFailedError
+
+__all__ = ["PeerWatch"]
+
+_LOOK_S = 0.25
+
+
+class PeerWatch:
+    """A thread that calls ``found`` once, when a peer has left a record, and ends.
+
+    Args:
+        control: whose records.
+        found: called on the thread; must not hold what stops the watch.
+    """
+
+    def __init__(self, control: ControlPlane, found: Callable[[], None]) -> None:
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(
+            target=_look, args=(control, found, self._stopped), name="cpt-peer-watch", daemon=True
+        )
+        if control.world_size > 1:
+            self._thread.start()
+
+    def end(self) -> None:
+        """Let the thread end; does not wait for it."""
+        self._stopped.set()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self.end()
+        if self._thread.is_alive():
+            self._thread.join()
+
+
+def _look(control: ControlPlane, found: Callable[[], None], stopped: threading.Event) -> None:
+    while not stopped.wait(_LOOK_S):
+        try:
+            control.check()
+        except PeerFailedError:
+            found()
+            return
