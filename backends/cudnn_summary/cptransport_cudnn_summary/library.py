@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import warnings
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -110,7 +111,9 @@ def find() -> Library:
 @lru_cache(maxsize=1)
 def _find() -> Library | BackendUnavailableError:
     try:
-        module = _import()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a library's own, and no sign that it is broken
+            module = _import()
         return library_of(module, torch.ops.cudnn, _version(), ("cuda",))
     except BackendUnavailableError as error:
         return error

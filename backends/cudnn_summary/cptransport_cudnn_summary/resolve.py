@@ -22,6 +22,7 @@ How the summary of an interior segment is made, best first:
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -95,10 +96,12 @@ def _ways(kind: Kind, found: library.Library) -> list[Contract]:
     fused = Outside(False, options.use_gate_in_kernel and not bounded, False, False, 1.0)
     # cuDNN's backward on Hopper knows one scale; any other is a factor of q.
     copied = Outside.everything(options, options.scale / default)
-    ways = [
-        Contract(found, fused, inside, options.scale),
-        Contract(found, replace(copied, heads=False), {}, default),
-    ]
+    ways = [Contract(found, fused, inside, options.scale)]
+    if options.allow_neg_eigval:
+        # Outside it would give beta up to 2 to kernels that, on Hopper, drop old state by a bound
+        # that needs beta below 1. Where cuDNN serves the option it knows what it does.
+        return ways
+    ways.append(Contract(found, replace(copied, heads=False), {}, default))
     if kind.value_heads != kind.heads:
         ways.append(Contract(found, copied, {}, default))
     return ways
@@ -207,7 +210,8 @@ class _Trial:
     def failure(self, run: Callable[[], list[Tensor]]) -> str | None:
         """Return why a trial failed: what was raised, or results that are not finite."""
         try:
-            with torch.no_grad():
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 found = run()
             finite = all(bool(x.isfinite().all()) for x in found)
         except Exception as error:  # whatever an op of cuDNN's may raise

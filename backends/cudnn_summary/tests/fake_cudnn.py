@@ -110,8 +110,10 @@ class Fake:
         self.count("forward")
         self._check(q, k, v, g, beta, cu_seqlens, safe_gate, a_log, dt_bias, gate_lower_bound)
         if self.hopper:
+            if not use_beta_sigmoid_in_kernel:
+                assert bool((beta >= 0).all() and (beta <= 1).all()), "old state is dropped wrongly"
             _decline(q.shape[2] != v.shape[2], "needs K = V")
-            _decline(allow_neg_eigval, "allow_neg_eigval")
+            _decline(allow_neg_eigval, "allow_neg_eigval needs beta in (0, 1)")
             _decline(safe_gate and (a_log is None or dt_bias is None), "needs a_log and dt_bias")
         assert initial_state is not None, "plan-owned buffers are not for several streams"
         _check_states(initial_state, cu_seqlens, v, g)
