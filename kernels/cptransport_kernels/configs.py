@@ -37,7 +37,7 @@ class KDAConfig:
         precision, solve_precision: ``input_precision`` of products of float32 operands; of the
             triangular solve.
         chunk: tokens per chunk, a power of two.
-        prepare, walk, back_walk, correct, enter, pair_grad, chunk_grad, finish: per kernel.
+        prepare, remake, walk, back_walk, correct, enter, pair_grad, chunk_grad, finish: per kernel.
             ``block`` is the block of channels, or of state columns.
     """
 
@@ -46,6 +46,7 @@ class KDAConfig:
     solve_precision: str
     chunk: int
     prepare: Tile
+    remake: Tile
     walk: Tile
     back_walk: Tile
     correct: Tile
@@ -76,6 +77,7 @@ def kda_config(input_dtypes: tuple[torch.dtype, ...], key_dim: int, value_dim: i
             solve_precision="tf32",
             chunk=64 if small else 32,
             prepare=Tile(64, 4, 1),
+            remake=Tile(64, 8, 1),
             walk=Tile(32, 4, 3 if small else 2),
             back_walk=Tile(32, 4, 3 if small else 2),
             correct=Tile(64, 4, 1),
@@ -92,6 +94,7 @@ def kda_config(input_dtypes: tuple[torch.dtype, ...], key_dim: int, value_dim: i
         solve_precision=precision,
         chunk=32,
         prepare=Tile(32, 4, 1),
+        remake=Tile(32, 4, 1),
         walk=Tile(32 if largest <= 128 else 16, 4, 1),
         back_walk=Tile(32 if largest <= 128 else 16, 4, 1),
         correct=Tile(32, 8, 1),
@@ -151,8 +154,9 @@ def conv_config(width: int) -> ConvConfig:
     return ConvConfig(
         walk=walk,
         span=64,
-        forward=ConvTile(64, 128, 8),
-        backward=ConvTile(8, 256, 2) if walk else ConvTile(32, 64, 4),
+        forward=ConvTile(32, 128, 8),
+        # The walk's registers grow with W, the channels of a thread and the tokens of a step.
+        backward=ConvTile(8, 256 if width <= 4 else 128, 2) if walk else ConvTile(32, 64, 4),
         rows=ConvTile(4, 256, 4),
         reduce=ConvTile(32, 64, 4),
     )

@@ -84,6 +84,8 @@ class KDAKernels:
         self.prepare = _bind(
             kda_prepare_kernel, tile, **sizes, **blocks, **tree, **precision, PREC_SOLVE=solve
         )
+        tile = config.remake
+        blocks = {"BK": min(tile.block, key_dim), "BV": min(tile.block, value_dim)}
         self.remake = _bind(kda_remake_kernel, tile, **sizes, **blocks, **inside, **precision)
 
         tile = config.walk

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KDA engine compiled for sm_90 on a machine without a GPU: launches do nothing, tensors are on the CPU.
+
+A script, since Triton reads at import whether to interpret. It prints one JSON document::
+
+    kernels     name -> bytes of shared memory, of all that was compiled
+    launches    names, in order, of a forward and backward of a rank inside a chain
+    calls       Python calls in this repository's code for them, once everything is cached
+    operators   torch operators likewise, name -> number
+    handles     per launch whether Triton itself would have launched the same compiled kernel
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import cptransport
+from cptransport import merge
+from cptransport.engines import KDAInputs, KDAOptions, LocalSegment, Need, OutputGrads
+from cptransport.engines.triton import KDA_ENGINE
+from cptransport.ops import chunk_kda
+from cptransport.testing.recorded import RecordedTransport, record
+from cptransport.transport import BoundaryTransport
+from cptransport_kernels import launch
+
+REPOSITORY = str(Path(cptransport.__file__).parents[1])
+BT, HEADS, DIM = 64, 2, 128
+
+
+class _Utilities:
+    """What Triton asks of a device when it loads a kernel."""
+
+    def load_binary(
+        self, name: str, kernel: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
+        kernels[name] = max(shared, kernels.get(name, 0))
+        return 1, 2, 128, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 * 1024, "multiprocessor_count": 132}
+
+
+class _Launcher:
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.name = metadata.name
+
+    def __call__(self, *args: Any) -> None:
+        launches.append(self.name)
+
+
+class _Driver:
+    """A driver of one H100-like device whose launches do nothing."""
+
+    utils = _Utilities()
+    launcher_cls = _Launcher
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def map_python_to_cpp_type(self, kind: str) -> str:
+        return kind
+
+
+kernels: dict[str, int] = {}
+launches: list[str] = []
+
+
+def tokens(dtype: torch.dtype, offset: int = 0) -> dict[str, torch.Tensor]:
+    """Return a rank's inputs, which start ``offset`` elements into their memory."""
+
+    def values(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        count = torch.Size(shape).numel()
+        flat = torch.rand(count + offset).to(kind)
+        return flat[offset:].view(shape).detach().requires_grad_()
+
+    shape = (1, BT, HEADS, DIM)
+    x = {name: values(*shape, kind=dtype) for name in ("q", "k", "v")}
+    return {**x, "g": values(*shape), "beta": values(1, BT, HEADS)}
+
+
+def interior() -> Callable[[int], None]:
+    """Return a forward and backward of rank 2 of 4, on inputs at an offset, with recorded peers."""
+    plan = cptransport.build_plan([0, 4 * BT], world_size=4)
+
+    def step(transport: BoundaryTransport) -> None:
+        x = tokens(torch.float32)
+        context = cptransport.CPContext(plan, transport)
+        o, _ = chunk_kda(**x, cp_context=context, engine="torch")
+        o.sum().backward()
+
+    transport = RecordedTransport(record(step, 4)[1][2])
+    context = cptransport.CPContext(plan, transport)
+    given = {offset: tokens(torch.bfloat16, offset) for offset in (0, 1)}
+    do = torch.ones(1, BT, HEADS, DIM, dtype=torch.bfloat16)
+
+    def run(offset: int) -> None:
+        o, _ = chunk_kda(**given[offset], cp_context=context, engine="triton")
+        o.backward(do)
+        for x in given[offset].values():
+            x.grad = None
+
+    return run
+
+
+def ends() -> None:
+    """Run ranks at the ends of a chain, one with all options; they launch other variants."""
+    inside = KDAOptions(1.0, True, True, False, None, True, True)
+    for first, last, seeded, outgoing, options in (
+        (True, False, True, True, inside),
+        (False, True, True, True, KDAOptions(1.0)),
+    ):
+        x = {name: value.detach() for name, value in tokens(torch.bfloat16).items()}
+        table = torch.zeros(1, HEADS, DIM, DIM)
+        parameters = torch.zeros(HEADS), torch.zeros(HEADS, DIM)
+        inputs = KDAInputs(
+            *x.values(),
+            *(parameters if options.use_gate_in_kernel else (None, None)),
+            table if seeded else None,
+            options,
+            outgoing,
+        )
+        segments = [LocalSegment(0, BT, 0, first, last)]
+        out = {"state": table, "transition": table}
+        local = KDA_ENGINE.forward_local(inputs, segments, [Need(not last, False)], out)
+        finished = KDA_ENGINE.forward_finish(local, lambda table=table: table)
+        grads = OutputGrads(x["v"], table if outgoing and last else None)
+        local_grad = KDA_ENGINE.backward_local(finished.saved, grads, [Need(not first, False)], out)
+        KDA_ENGINE.backward_finish(local_grad, lambda table=table: table)
+
+
+def count_calls(run: Callable[[], None]) -> int:
+    """Count calls of functions of this repository; comprehensions are calls on some Pythons only."""
+    count = 0
+
+    def see(frame: Any, event: str, argument: object) -> None:
+        nonlocal count
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(REPOSITORY) and code.co_name[0] != "<":
+            count += 1
+
+    sys.setprofile(see)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.seen[str(function.name())] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def compare_handles(run: Callable[[], None]) -> list[bool]:
+    """Ask Triton for the kernel of every launch, beside launching our own handle."""
+    same = []
+    ours = launch.Bound.__call__
+
+    def both(self: launch.Bound, grid: tuple[int, ...], *args: Any) -> None:
+        ours(self, grid, *args)
+        handle = self._compiled[(0, *self._split(args)[1])]
+        same.append(handle is self.kernel[grid](*args, **self.constants))
+
+    launch.Bound.__call__ = both
+    try:
+        run()
+    finally:
+        launch.Bound.__call__ = ours
+    return same
+
+
+def main() -> None:
+    """Run everything and print what was found."""
+    driver.set_active(_Driver())
+    type(KDA_ENGINE).eligible = lambda self, facts: None
+    merge._kernel_serves = lambda *_: True
+    run = interior()
+    for _ in range(3):  # both generations of every slot
+        run(0)
+    launches.clear()
+    run(0)
+    found: dict[str, Any] = {"launches": list(launches), "calls": count_calls(lambda: run(0))}
+    with _Operators() as operators:
+        run(0)
+    found["operators"] = operators.seen
+    found["handles"] = compare_handles(lambda: run(0)) + compare_handles(lambda: run(1))
+    ends()
+    print(json.dumps({**found, "kernels": kernels}))
+
+
+if __name__ == "__main__":
+    main()
