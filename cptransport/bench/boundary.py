@@ -76,6 +76,8 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     if world_size < 2:
         raise ValueError("bench boundary needs at least 2 ranks: one rank has no boundary")
     backends = list(dict.fromkeys(args.backend or _default_backends(args.device, ranks)))
+    # Ranks that share a GPU are started anew for every backend, so each does all its repeats at once.
+    at_once = ranks.shared and len(backends) > 1
     settings = Settings(
         op=args.op,
         heads=args.heads,
@@ -89,6 +91,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         baseline=not args.no_baseline,
         warmup=args.warmup,
         iterations=args.iterations,
+        repeats=args.repeats if at_once else 1,
         cold=args.l2 == "cold",
         seed=args.seed,
     )
@@ -97,13 +100,14 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     outcomes: dict[str, list[list[Outcome]]] = {
         backend: [[Outcome() for _ in chosen] for _ in range(world_size)] for backend in backends
     }
-    turns = [(repeat, backend) for repeat in range(args.repeats) for backend in backends]
+    repeats = range(1 if at_once else args.repeats)
+    turns = [(repeat, backend) for repeat in repeats for backend in backends]
     with shared_gpu(ranks):
         for number, (repeat, backend) in enumerate(turns):
             if backend in ended:
                 continue
             progress(
-                f"boundary on {backend}, repeat {repeat + 1} of {args.repeats}", number / len(turns)
+                f"boundary on {backend}, repeat {repeat + 1} of {len(repeats)}", number / len(turns)
             )
             try:
                 found = _repeat(args, backend, ranks, settings)
@@ -113,7 +117,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
             for rank, of_rank in enumerate(found):
                 for outcome, later in zip(outcomes[backend][rank], of_rank, strict=True):
                     outcome.add(later)
-            if ranks.shared and len(backends) > 1:
+            if at_once:
                 close_ranks()  # shares of the GPU must not add up to more than all of it
     rows = [
         row(
@@ -131,7 +135,8 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         rows,
         world_size,
         ranks.gpus_used,
-        interleaving="modes and compositions of a backend by iteration, backends by repeat",
+        interleaving="modes and compositions of a backend by iteration, backends "
+        + ("one after the other" if at_once else "by repeat"),
         input_distribution="state N(0, 1); KDA transition N(0, 1 / 4K), SSD log decay -|N(0, 1)|",
         verification="entering states against a fold in fp64 (relative error as the tests), payload bit "
         "for bit, fold on recorded summaries bit-equal to the real one, bytes against plan.volume",

@@ -28,7 +28,7 @@ class Settings:
         dtype: of the summaries. layout, sequences: of the plan.
         compositions, directions: what is measured.
         baseline: measure ``torch.distributed``'s all-gather with the same fold, too.
-        warmup, iterations, cold: see ``Budget``. seed: of the summaries.
+        warmup, iterations, repeats, cold: see ``Budget``. seed: of the summaries.
     """
 
     op: str
@@ -43,6 +43,7 @@ class Settings:
     baseline: bool
     warmup: int
     iterations: int
+    repeats: int
     cold: bool
     seed: int
 

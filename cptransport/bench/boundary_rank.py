@@ -78,11 +78,12 @@ def boundary_rank(ranks: Ranks, settings: Mapping[str, Any]) -> list[Outcome]:
         outcomes.append(outcome)
         if series is not None:
             running.append((outcome, series))
-    budget = Budget(what.warmup, what.iterations, what.cold)
+    budget = Budget(what.warmup, what.iterations, what.cold, what.repeats)
     measure([series for _, series in running], budget, device=transport.device)
     for outcome, series in running:
         outcome.error = outcome.error or series.error
         outcome.samples_us = [] if outcome.error else series.samples_us
+        outcome.repeat_medians_us = [] if outcome.error else series.medians_us
     return outcomes
 
 

@@ -73,6 +73,7 @@ def measure_on_ranks(
             limit_s=args.baseline_limit_s,
             warmup=args.warmup,
             iterations=args.iterations,
+            repeats=args.repeats,
             cold=args.l2 == "cold",
         )
         for backend, of_backend in found.items():
@@ -82,7 +83,7 @@ def measure_on_ranks(
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
-        interleaving="providers, modes and timers of a backend by iteration, backends by repeat",
+        interleaving="providers, modes and timers of a backend by iteration; backends one after the other",
         input_distribution=kda_layer(shapes[0]).distribution,
         verification="every rank's output and gradients against the own unsharded op: largest error over "
         "largest value; captured calls by their replay",
@@ -124,6 +125,7 @@ def kda_rank(
     limit_s: float,
     warmup: int,
     iterations: int,
+    repeats: int,
     cold: bool,
 ) -> list[tuple[Key, Outcome]]:
     """Measure on this rank; a case of ``on_ranks``."""
@@ -145,7 +147,7 @@ def kda_rank(
             ]
     if fla:
         candidates.append(_fla(stage, ranks, first, limit_s))
-    return run_candidates(candidates, transport, Budget(warmup, iterations, cold))
+    return run_candidates(candidates, transport, Budget(warmup, iterations, cold, repeats))
 
 
 def _expected(stage: Stage, engine: str | None, rank: int) -> Tensors:

@@ -142,6 +142,7 @@ def measure_mixer(args: argparse.Namespace, progress: Progress) -> Measured:
             waits_s=args.timeout_s,
             warmup=args.warmup,
             iterations=args.iterations,
+            repeats=args.repeats,
             cold=args.l2 == "cold",
         )
         for backend, of_backend in found.items():
@@ -151,7 +152,7 @@ def measure_mixer(args: argparse.Namespace, progress: Progress) -> Measured:
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
-        interleaving="modes and timers of a backend by iteration, backends by repeat",
+        interleaving="modes and timers of a backend by iteration; backends one after the other",
         input_distribution=_DISTRIBUTION,
         verification="every rank's y and gradient of zxbcdt against the own unsharded core: largest error "
         "over largest value; captured calls by their replay",
@@ -196,6 +197,7 @@ def mixer_rank(
     waits_s: float,
     warmup: int,
     iterations: int,
+    repeats: int,
     cold: bool,
 ) -> list[tuple[Key, Outcome]]:
     """Measure on this rank; a case of ``on_ranks``."""
@@ -211,7 +213,7 @@ def mixer_rank(
         for mode in modes
         for overlap in overlaps
     ]
-    return run_candidates(candidates, transport, Budget(warmup, iterations, cold))
+    return run_candidates(candidates, transport, Budget(warmup, iterations, cold, repeats))
 
 
 class _Core:

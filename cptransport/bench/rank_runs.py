@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole ops among real ranks: candidates are checked, then measured in turn, on every rank alike.
 
-``run_candidates`` is what each rank does; ``measure_backends`` starts the ranks, repeat by repeat,
-and makes rows of what they give. A rank whose check fails goes on taking part, so that its peers
-are not left waiting; its error is the row's.
+``run_candidates`` is what each rank does, all repeats at once, since making ready takes longer than
+measuring; ``measure_backends`` starts the ranks of one backend after the other. A rank whose check
+fails goes on taking part, so that its peers are not left waiting; its error is the row's.
 """
 
 from __future__ import annotations
@@ -105,6 +105,7 @@ def run_candidates(
     for outcome, series in running:
         outcome.error = outcome.error or series.error
         outcome.samples_us = [] if outcome.error else series.samples_us
+        outcome.repeat_medians_us = [] if outcome.error else series.medians_us
     return found
 
 
@@ -160,7 +161,7 @@ def measure_backends(
     progress: Progress,
     **settings: Any,
 ) -> dict[str, dict[Key, list[Outcome]]]:
-    """Run a case on the ranks of every backend of ``args.backend``, repeat by repeat.
+    """Run a case on the ranks of every backend of ``args.backend``.
 
     Args:
         case: ``case(ranks, **settings)`` returns what ``run_candidates`` returns.
@@ -171,17 +172,13 @@ def measure_backends(
 
     Returns:
         backend -> row -> outcomes by rank. A backend whose ranks did not come back has rows of
-        ``MODES`` that say why, beside those of its earlier repeats.
+        ``MODES`` that say why.
     """
     backends = list(dict.fromkeys(args.backend))
     merged: dict[str, dict[Key, list[Outcome]]] = {backend: {} for backend in backends}
-    ended: set[str] = set()
-    turns = [(repeat, backend) for repeat in range(args.repeats) for backend in backends]
     with shared_gpu(where):
-        for number, (repeat, backend) in enumerate(turns):
-            if backend in ended:
-                continue
-            progress(f"{backend}, repeat {repeat + 1} of {args.repeats}", number / len(turns))
+        for number, backend in enumerate(backends):
+            progress(backend, number / len(backends))
             try:
                 found = on_ranks(
                     case,
@@ -192,8 +189,7 @@ def measure_backends(
                     timeout_s=args.timeout_s,
                     **settings,
                 )
-            except CaseError as error:  # its rows say so; another repeat would wait as long again
-                ended.add(backend)
+            except CaseError as error:
                 found = _ended(error, backend, where.world_size)
             for rank, of_rank in enumerate(found):
                 for key, outcome in of_rank:

@@ -56,7 +56,7 @@ class Outcome:
         """Append a later repeat of the same measurement."""
         self.samples_us += later.samples_us
         if later.samples_us:
-            self.repeat_medians_us.append(quantile(later.samples_us, 0.5))
+            self.repeat_medians_us += later.repeat_medians_us or [quantile(later.samples_us, 0.5)]
         self.error = self.error or later.error
         self.skipped = self.skipped or later.skipped
         for name in (

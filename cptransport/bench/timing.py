@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cptransport.bench.samples import quantile
+
 __all__ = [
     "Body",
     "Budget",
@@ -63,11 +65,13 @@ class Budget:
     Attributes:
         warmup: iterations that are thrown away. iterations: samples of each body.
         cold: with CUDA, empty the L2 cache before every iteration.
+        repeats: how often all of that is done.
     """
 
     warmup: int
     iterations: int
     cold: bool = False
+    repeats: int = 1
 
 
 class Timer(Protocol):
@@ -188,13 +192,14 @@ class Series:
 
     Attributes:
         timer, body: what is measured.
-        samples_us: so far.
+        samples_us: so far. medians_us: of each repeat.
         error: why it was given up, if it was; the samples are gone then.
     """
 
     timer: Timer
     body: Body
     samples_us: list[float] = field(default_factory=list)
+    medians_us: list[float] = field(default_factory=list)
     error: str | None = None
 
 
@@ -217,11 +222,15 @@ def measure(
     """
     cold = budget.cold and device.type == "cuda"
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device) if cold else None
-    for iteration in range(-budget.warmup, budget.iterations):
+    for _ in range(budget.repeats):
+        for iteration in range(-budget.warmup, budget.iterations):
+            for one in series:
+                if one.error is None:
+                    _sample(one, keep=iteration >= 0, flush=flush)
+            progress()
         for one in series:
             if one.error is None:
-                _sample(one, keep=iteration >= 0, flush=flush)
-        progress()
+                one.medians_us.append(quantile(one.samples_us[-budget.iterations :], 0.5))
 
 
 def _sample(one: Series, *, keep: bool, flush: Tensor | None) -> None:
@@ -232,6 +241,7 @@ def _sample(one: Series, *, keep: bool, flush: Tensor | None) -> None:
     except Exception as error:
         one.error = f"{type(error).__name__}: {error}"
         one.samples_us.clear()
+        one.medians_us.clear()
     else:
         if keep:
             one.samples_us.append(taken)

@@ -1,49 +1,63 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that one GPU can show, in one command, most important first, every step with its own time limit.
+"""The GPU programme, in one command: most important first, every step with its own time limit.
 
 ::
 
-    PYTHONPATH=.:kernels:backends/nccl:backends/cupy_ipc python tests/gpu/run_all.py --out results
+    python tests/gpu/run_all.py --group A --out results --pack results-A.tar.gz
+    python tests/gpu/run_all.py --group D --gpus 2 --out results      # one rank per GPU
+    python tests/gpu/run_all.py --rehearse --only 'bench*'            # on a CPU, tiny
 
-writes ``results.json``, ``junit.xml``, ``log.txt`` and a ``conformance-*.json`` per transport
-there, and prints a table last. Steps are pytest runs; ``--jobs`` runs several at once under one MPS
-daemon, which is faster and proves the same except for time. Exit code 1: something failed, did not
-end or ran nothing.
+``steps.py`` lists the steps. Below ``--out``: ``results.json`` (machine, versions, every step), a
+``step-*.json`` per step, the documents of benches, ``conformance-*.json``, ``junit.xml``, ``log.txt``.
+Steps run side by side under one MPS daemon (``--jobs``), those that end rank processes with a daemon
+each, those whose times count alone. A step that failed beside others is tried once more by itself if
+time is left; both outcomes are kept. Exit code 1: something failed, did not end, or ran nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 import xml.etree.ElementTree as ET
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
 
-#: A line of ``pytest -v``, and one of its summary of failures.
+from steps import Step, steps  # noqa: E402
+
+REHEARSE = "CPTRANSPORT_REHEARSE"
+RESULTS = "CPTRANSPORT_RESULTS"
+#: A line of ``pytest -v``.
 OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
+#: Less than this is no time for a step.
+SHORTEST_S = 15.0
+_ENDS = ((signal.SIGINT, 12.0), (signal.SIGKILL, 5.0))
 
-
-@dataclass(frozen=True)
-class Step:
-    """One pytest run: what to run, and its limit in seconds."""
-
-    name: str
-    arguments: tuple[str, ...]
-    limit_s: float
+_MACHINE = """
+import json, sys
+from cptransport.bench.machine import git_state, machine, software
+device = sys.argv[1]
+gpus = int(sys.argv[2])
+print(json.dumps({"git": git_state(), "software": software(),
+                  "machine": machine(device=device, world_size=max(1, gpus), gpus_used=gpus)}))
+"""
 
 
 @dataclass
@@ -51,175 +65,315 @@ class Result:
     """How a step went; ``outcomes`` by test, also of a step that was cut short."""
 
     step: str
+    group: str
+    command: list[str]
     seconds: float
     code: int | str
     outcomes: dict[str, str] = field(default_factory=dict)
     running: str = ""
+    beside: str = ""
 
     @property
     def ok(self) -> bool:
-        return self.code == 0 and "PASSED" in self.outcomes.values()
+        """Whether it ended well and did something."""
+        did = not self.outcomes or "PASSED" in self.outcomes.values()
+        return self.code == 0 and did
 
     def count(self, *words: str) -> int:
+        """How many tests had one of these outcomes."""
         return sum(outcome in words for outcome in self.outcomes.values())
 
 
-def _steps(out: Path) -> list[Step]:
-    transports = "tests/gpu/test_transports_gpu.py"
+class Run:
+    """Where results go, and how long there is.
 
-    def contract(name: str) -> Step:
-        report = ("-p", "cptransport.testing.plugin", f"--cpt-report={out}/conformance-{name}.json")
-        return Step(f"contract {name}", (f"{transports}::Test{name}", *report), 150)
+    Args:
+        args: of the command line.
+    """
 
-    def ops(backend: str, ranks: int) -> Step:
-        return Step(
-            f"ops {backend} {ranks}", (f"{transports}::TestOps", "-k", f"{backend}-{ranks}-"), 120
-        )
+    def __init__(self, args: argparse.Namespace, folder: Path) -> None:
+        self.out = args.out.resolve()
+        self.folder = folder
+        self.rehearse = args.rehearse
+        self.pack = args.pack
+        self.pytest = args.pytest.split()
+        self.deadline = time.monotonic() + args.budget_s
+        self.machine: dict[str, Any] = {}
+        self.results: list[Result] = []
+        self.environment = environment(args)
 
+    def left_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    def command(self, step: Step) -> list[str]:
+        """Return what a step runs."""
+        python = sys.executable
+        if step.bench:
+            arguments = step.rehearsal if self.rehearse else step.arguments
+            document = self.out / f"{slug(step.name)}.json"
+            return [
+                python,
+                "-m",
+                "cptransport",
+                "bench",
+                *(arguments or ()),
+                "--json",
+                str(document),
+            ]
+        if step.command:
+            words = [python if word == "python" else word for word in step.command]
+            if self.rehearse and step.rehearsal:  # without the tool around it
+                words = [python, *words[words.index(python) + 1 :]]
+            return words
+        command = [python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+        command += ["--color=no", f"--junitxml={self.folder / slug(step.name)}.xml"]
+        marks = "not slow" if self.rehearse else "(gpu or multigpu) and not slow"
+        return [*command, "-m", marks, *step.arguments, *self.pytest]
+
+    def start(self, step: Step, variables: Mapping[str, str], beside: str) -> Result:
+        """Run a step; at its limit interrupt it, then kill it."""
+        command = self.command(step)
+        limit = min(step.limit_s, self.left_s())
+        log = self.folder / f"{slug(step.name)}.log"
+        began = time.monotonic()
+        if limit < SHORTEST_S:
+            return self._add(Result(step.name, step.group, command, 0.0, "no time left"))
+        if shutil.which(command[0]) is None:
+            return self._add(Result(step.name, step.group, command, 0.0, f"no {command[0]} here"))
+        with log.open("ab") as stream:
+            process = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env={**self.environment, **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code: int | str = "time limit"
+            for number, seconds in ((0, limit), *_ENDS):
+                with contextlib.suppress(ProcessLookupError):
+                    if number:
+                        os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    ended = process.wait(seconds)
+                    code = ended if number == 0 else code
+                    break
+            with contextlib.suppress(ProcessLookupError):  # what the step left behind
+                os.killpg(process.pid, signal.SIGKILL)
+        outcomes, last = read_log(log)
+        seconds = time.monotonic() - began
+        result = Result(step.name, step.group, command, seconds, code, outcomes, beside=beside)
+        result.running = last if code == "time limit" else ""
+        return self._add(result)
+
+    def _add(self, result: Result) -> Result:
+        self.results.append(result)
+        self.write(result)
+        return result
+
+    def write(self, latest: Result | None = None) -> None:
+        """Write everything that is known so far."""
+        about = {"rehearsal": self.rehearse, **self.machine}
+        if latest is not None:
+            path = self.out / f"step-{latest.group}-{slug(latest.step)}.json"
+            path.write_text(json.dumps({**about, **asdict(latest)}, indent=1))
+        document = {**about, "steps": [asdict(result) for result in self.results]}
+        (self.out / "results.json").write_text(json.dumps(document, indent=1))
+        suites = ET.Element("testsuites")
+        with (self.out / "log.txt").open("w") as stream:
+            for name in dict.fromkeys(result.step for result in self.results):
+                log, junit = (self.folder / f"{slug(name)}.{kind}" for kind in ("log", "xml"))
+                if log.exists():
+                    stream.write(f"==== {name}\n{log.read_text(errors='replace')}\n")
+                with contextlib.suppress(ET.ParseError, OSError):
+                    suites.extend(ET.parse(junit).getroot())
+        ET.ElementTree(suites).write(self.out / "junit.xml")
+        if self.pack is not None:
+            with tarfile.open(self.pack, "w:gz") as archive:
+                archive.add(self.out, arcname=self.out.name)
+
+
+def slug(name: str) -> str:
+    """Return a name for files."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+
+def read_log(log: Path) -> tuple[dict[str, str], str]:
+    """Return the outcomes of a pytest log by test, and the test that began last."""
+    lines = log.read_text(errors="replace").splitlines()
+    outcomes = {found[1]: found[2] for line in lines if (found := OUTCOME.match(line))}
+    started = [line for line in lines if re.match(r"^\S+::\S+.*$", line)]
+    return outcomes, started[-1].strip() if started else ""
+
+
+def environment(args: argparse.Namespace) -> dict[str, str]:
+    """Return the environment of the steps: where modules are, one Triton cache for all."""
+    places = [ROOT, ROOT / "kernels", *sorted((ROOT / "backends").iterdir()), *args.peers]
+    given = os.environ.get("PYTHONPATH", "")
+    paths = [str(place) for place in places] + ([given] if given else [])
+    cache = Path(tempfile.gettempdir()) / "cptransport-triton"
+    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), RESULTS: str(args.out.resolve())}
+    made.setdefault("TRITON_CACHE_DIR", str(cache))
+    made.setdefault("OMP_NUM_THREADS", "1")
+    made["PYTHONUNBUFFERED"] = "1"
+    if args.rehearse:
+        made |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    return made
+
+
+def chosen(args: argparse.Namespace) -> list[Step]:
+    """Return the steps that the command line asks for, in order."""
+    groups = args.group.upper().split(",") if args.group else ["A", "B", "C"]
+    patterns = args.only.split(",") if args.only else ["*"]
     return [
-        contract("Nccl2"),
-        contract("CupyIpc2"),
-        ops("nccl", 2),
-        ops("cupy_ipc", 2),
-        contract("CupyIpc4"),
-        contract("Nccl4"),
-        ops("cupy_ipc", 4),
-        ops("nccl", 4),
-        Step("launch", ("tests/gpu/test_launch_gpu.py",), 120),
-        Step("choice", (transports, "-k", "without_help"), 60),
-        Step("fla", ("tests/integrations",), 150),
-        contract("Gloo2"),
+        step
+        for step in steps(args.out.resolve(), args.gpus)
+        if (step.group in groups or (args.only and not args.group))
+        and any(fnmatch.fnmatch(step.name, pattern) for pattern in patterns)
+        and not (args.rehearse and step.rehearsal is None)
     ]
 
 
-def _run(step: Step, folder: Path, deadline: float, pytest_arguments: Sequence[str]) -> Result:
-    """Run a step; at its limit interrupt it, then kill it."""
-    log, junit = folder / f"{step.name}.log", folder / f"{step.name}.xml"
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
-    command += ["-m", "gpu and not slow", f"--junitxml={junit}", "--color=no", *pytest_arguments]
-    limit = min(step.limit_s, deadline - time.monotonic())
-    start = time.monotonic()
-    if limit < 15:
-        return Result(step.name, 0.0, "no time left")
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [*command, *step.arguments],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+def daemon(stack: contextlib.ExitStack, wanted: bool) -> tuple[dict[str, str], str]:
+    """Start an MPS daemon for as long as the stack lives; return what clients need, and a word on it."""
+    if not wanted:
+        return {}, "none wanted"
+    from cptransport.launch import MpsDaemon, MpsUnavailableError, daemon_environment
+
+    try:
+        started = stack.enter_context(MpsDaemon(daemon_environment()))
+    except MpsUnavailableError as error:
+        return {}, f"none: {error}"
+    return dict(started.environment), "a private daemon"
+
+
+def run_apart(run: Run, step: Step, shares: bool) -> Result:
+    """Run a step with a daemon of its own."""
+    with contextlib.ExitStack() as stack:
+        variables, _ = daemon(stack, shares)
+        return run.start(step, variables, "with a daemon of its own" if shares else "")
+
+
+def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool) -> None:
+    """Run the steps: what can be beside others first, then deaths, then what is timed."""
+    beside = [step for step in todo if not step.alone and not step.apart]
+    apart = [step for step in todo if step.apart]
+    with contextlib.ExitStack() as stack:
+        variables, said = daemon(stack, shares and bool(beside))
+        run.machine["mps"] = said
+        with ThreadPoolExecutor(jobs) as executor:
+            list(executor.map(lambda s: run.start(s, variables, f"beside {jobs - 1}"), beside))
+    with ThreadPoolExecutor(jobs) as executor:
+        list(executor.map(lambda s: run_apart(run, s, shares), apart))
+    failed = {
+        result.step for result in run.results if not result.ok and result.seconds and jobs > 1
+    }
+    for step in todo:
+        if step.alone:
+            run.start(step, {}, "")
+    again = [step for step in todo if step.name in failed] if run.left_s() > SHORTEST_S else []
+    with ThreadPoolExecutor(2) as executor:  # each with its own daemon
+        list(executor.map(lambda s: run_apart(run, s, shares), again))
+
+
+def describe(run: Run, args: argparse.Namespace) -> None:
+    """Find out what the machine is, in a process of its own: this one makes no CUDA context."""
+    sys.path.insert(0, str(ROOT / "kernels"))
+    from cptransport.launch import banner
+
+    device = "cpu" if args.rehearse else "cuda"
+    gpus = 0 if args.rehearse else args.gpus
+    command = [sys.executable, "-c", _MACHINE, device, str(gpus)]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=run.environment, capture_output=True, text=True, timeout=90
         )
-        code: int | str = "time limit"
-        for number, seconds in ((0, limit), (signal.SIGINT, 12), (signal.SIGKILL, 5)):
-            with contextlib.suppress(ProcessLookupError):
-                if number:
-                    os.killpg(process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                ended = process.wait(seconds)
-                code = ended if number == 0 else code
-                break
-    text = log.read_text(errors="replace")
-    lines = text.splitlines()
-    outcomes = {found[1]: found[2] for line in lines if (found := OUTCOME.match(line))}
-    started = [line for line in lines if re.match(r"^\S+::\S+ *$", line)]
-    result = Result(step.name, time.monotonic() - start, code, outcomes)
-    if code == "time limit":
-        result.running = started[-1].strip() if started else ""
-    return result
+        run.machine.update(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        run.machine["machine"] = f"unknown: {error}"
+    shared = None if args.rehearse or args.group.upper() == "D" else banner(2)
+    run.machine["banner"] = shared and shared.replace("2 ranks share", "All ranks share")
 
 
-def _environment() -> str:
-    """Return what the machine is, as text."""
-    parts = []
-    for command in (
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"],
-        [sys.executable, "-m", "cptransport", "doctor"],
-    ):
-        try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-            parts.append(done.stdout + done.stderr)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            parts.append(f"{command[0]}: {error}\n")
-    return "".join(parts)
-
-
-def _write(out: Path, folder: Path, environment: str, results: Sequence[Result]) -> None:
-    document = {"environment": environment, "steps": [asdict(result) for result in results]}
-    (out / "results.json").write_text(json.dumps(document, indent=1))
-    suites = ET.Element("testsuites")
-    with (out / "log.txt").open("w") as stream:
-        for result in results:
-            log, junit = folder / f"{result.step}.log", folder / f"{result.step}.xml"
-            if log.exists():
-                stream.write(f"==== {result.step}\n{log.read_text(errors='replace')}\n")
-            if junit.exists():
-                with contextlib.suppress(ET.ParseError):
-                    suites.extend(ET.parse(junit).getroot())
-    ET.ElementTree(suites).write(out / "junit.xml")
-
-
-def _failures(folder: Path, result: Result) -> list[str]:
+def failures(run: Run, result: Result) -> list[str]:
     """Return one line per failure: the test and the start of why."""
-    log = folder / f"{result.step}.log"
+    log = run.folder / f"{slug(result.step)}.log"
     text = log.read_text(errors="replace") if log.exists() else ""
     found = re.findall(r"^(?:FAILED|ERROR) .*$", text, re.MULTILINE)
-    return [line.replace("tests/gpu/test_transports_gpu.py::", "")[:170] for line in found]
+    if not found and not result.ok:
+        found = [line for line in text.splitlines() if line.strip()][-3:]
+    return [re.sub(r"tests/gpu/test_\w+\.py::", "", line)[:170] for line in found]
 
 
-def main() -> int:
-    """Run the steps and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-results")))
-    parser.add_argument(
-        "--only", default="", help="steps whose name has one of these words, by comma"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="steps at once (default 1)")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="of everything together")
-    parser.add_argument("--pytest", default="", help="further arguments of pytest, by blanks")
-    args = parser.parse_args()
-    deadline = time.monotonic() + args.limit_s
-    words = [word for word in args.only.split(",") if word]
-    steps = [
-        s for s in _steps(args.out.resolve()) if not words or any(word in s.name for word in words)
-    ]
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    sys.path.insert(0, str(ROOT))
-    from cptransport.launch import MpsDaemon, MpsUnavailableError, banner, daemon_environment
-
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        environment = ""
-        try:
-            daemon = stack.enter_context(MpsDaemon(daemon_environment()))
-            os.environ.update(daemon.environment)
-            environment = "MPS: a private daemon\n"
-        except MpsUnavailableError as error:
-            environment = f"MPS: none: {error}\n"
-        results: list[Result] = []
-        with ThreadPoolExecutor(args.jobs + 1) as executor:
-            machine = executor.submit(_environment)
-            ran = executor.map(lambda s: _run(s, folder, deadline, args.pytest.split()), steps)
-            for result in ran:
-                results.append(result)
-                _write(args.out, folder, environment, results)
-        environment += machine.result()
-        _write(args.out, folder, environment, results)
-        print(environment)
-        for result in results:
-            for line in _failures(folder, result):
+def show(run: Run) -> int:
+    """Print the table; return the exit code."""
+    last = {result.step: result for result in run.results}
+    for result in run.results:
+        if not result.ok:
+            for line in failures(run, result)[:12]:
                 print(f"{result.step}: {line}")
-        print(f"\n{banner(2)}\n".replace("2 ranks share", "All ranks share"))
-        print(f"{'step':22}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  ended")
-        for result in results:
+    if run.machine.get("banner"):
+        print(f"\n{run.machine['banner']}")
+    print(f"\n{'step':34}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  ended")
+    for result in run.results:
+        print(
+            f"{result.step:34}{result.count('PASSED'):8}{result.count('FAILED', 'ERROR'):8}"
+            f"{result.count('SKIPPED'):9}{result.seconds:9.1f}  {result.code} {result.beside} "
+            f"{result.running[-60:]}"
+        )
+    bad = [result for result in last.values() if not result.ok]
+    twice = [r.step for r in run.results if not r.ok and last[r.step].ok]
+    if twice:
+        print(f"failed beside others, passed alone: {', '.join(twice)}")
+    print(f"{len(last) - len(bad)} of {len(last)} steps passed")
+    return 1 if bad or not last else 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"))
+    parser.add_argument("--pack", type=Path, help="an archive of --out, kept up to date")
+    parser.add_argument(
+        "--group", default="", help="A, B, C or D, several by comma (default A,B,C)"
+    )
+    parser.add_argument("--only", default="", help="names of steps, as globs by comma")
+    parser.add_argument("--jobs", type=int, default=6, help="steps at once (default 6)")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="for all (default 540)")
+    parser.add_argument("--gpus", type=int, default=1, help="ranks of group D, one per GPU")
+    parser.add_argument("--peers", type=Path, action="append", default=[], help="paths of peers")
+    parser.add_argument("--pytest", default="", help="further arguments of pytest, by blanks")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, over gloo, tiny")
+    parser.add_argument("--list", action="store_true", help="print the steps and what they take")
+    args = parser.parse_args(arguments)
+    args.peers = [path.resolve() for path in args.peers]
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the steps and print the table."""
+    args = parse(arguments)
+    todo = chosen(args)
+    if args.list:
+        for step in todo:
+            how = "alone" if step.alone else "own daemon" if step.apart else ""
             print(
-                f"{result.step:22}{result.count('PASSED'):8}{result.count('FAILED', 'ERROR'):8}"
-                f"{result.count('SKIPPED'):9}{result.seconds:9.1f}  {result.code} {result.running}"
+                f"{step.group} {step.name:34}{step.estimate_s:6.0f} s, at most {step.limit_s:.0f}  {how}"
             )
-        skipped = Counter(r.step for r in results if not r.ok)
-        print(f"{len(results) - len(skipped)} of {len(results)} steps passed")
-    return 1 if skipped else 0
+        beside = sum(step.estimate_s for step in todo if not step.alone)
+        alone = sum(step.estimate_s for step in todo if step.alone)
+        print(f"about {beside / args.jobs + alone:.0f} s with {args.jobs} jobs")
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = Run(args, Path(folder))
+        describe(run, args)
+        shares = not args.rehearse and args.group.upper() != "D"
+        run_all(run, todo, args.jobs, shares)
+        run.write()
+        return show(run)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of the GPU programme: what it asks for exists, and it survives what steps do."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from cptransport.bench.cases import add_arguments, load_case
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def driver() -> ModuleType:
+    path = ROOT / "tests" / "gpu" / "run_all.py"
+    spec = importlib.util.spec_from_file_location("cpt_run_all", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def all_steps(driver: ModuleType, out: Path) -> list[object]:
+    return [step for gpus in (2, 4, 8) for step in driver.steps(out, gpus)]
+
+
+def test_names_tell_steps_apart(driver: ModuleType, tmp_path: Path) -> None:
+    names = [driver.slug(step.name) for step in driver.steps(tmp_path, 2)]
+    assert len(names) == len(set(names))
+    assert {step.group for step in driver.steps(tmp_path, 2)} == set("ABCD")
+
+
+def test_what_benches_are_asked_for_is_understood(driver: ModuleType, tmp_path: Path) -> None:
+    seen = 0
+    for step in all_steps(driver, tmp_path):
+        for arguments in (step.arguments, step.rehearsal) if step.bench else ():
+            case = load_case(arguments[0])
+            parser = argparse.ArgumentParser(exit_on_error=False)
+            add_arguments(parser, case)
+            parser.parse_args(list(arguments[1:]))
+            seen += 1
+    assert seen > 20
+
+
+def test_what_tests_are_asked_for_exists(driver: ModuleType, tmp_path: Path) -> None:
+    """Every pytest step selects some test; files of kernels that are not there yet are named."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+    places = ["tests/gpu", "tests/integrations/test_fla_gpu.py"]
+    done = subprocess.run(
+        [*command, *places], cwd=ROOT, capture_output=True, text=True, timeout=200
+    )
+    ids = [line for line in done.stdout.splitlines() if "::" in line]
+    assert len(ids) > 500, done.stdout[-2000:] + done.stderr[-2000:]
+    for step in driver.steps(tmp_path, 2):
+        if step.bench or step.command:
+            continue
+        where, *options = step.arguments
+        path = where.partition("::")[0]
+        if not path.startswith(places[0]) and path != places[1]:
+            continue
+        chosen = [name for name in ids if name.startswith(where)]
+        words = options[options.index("-k") + 1].split(" and ") if "-k" in options else []
+        for word in words:
+            wanted, text = not word.startswith("not "), word.removeprefix("not ")
+            chosen = [name for name in chosen if (text in name) is wanted]
+        assert chosen, f"{step.name} selects nothing"
+
+
+def programme(driver: ModuleType, code: str, **changes: object) -> object:
+    name = str(changes.pop("name", "one"))
+    command = ("python", "-c", code)
+    return driver.Step(
+        name, "A", command=command, limit_s=float(changes.pop("limit_s", 60)), **changes
+    )
+
+
+def run(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, out: Path, steps: list[object], *more: str
+) -> int:
+    monkeypatch.setattr(driver, "steps", lambda folder, gpus: steps)
+    if "--pack" not in more:
+        monkeypatch.setattr(driver, "describe", lambda run, args: None)
+    arguments = ["--rehearse", "--out", str(out), "--group", "A", *more]
+    return int(driver.main(arguments))
+
+
+def test_results_are_kept_whatever_steps_do(
+    driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(driver, "SHORTEST_S", 0.5)
+    out = tmp_path / "out"
+    steps = [
+        programme(driver, "print('a.py::test_one PASSED')", name="good"),
+        programme(driver, "import sys; sys.exit(3)", name="bad"),
+        programme(driver, "import time; time.sleep(60)", name="endless", limit_s=2),
+        programme(driver, "print('a.py::test_two SKIPPED (why)')", name="nothing"),
+        driver.Step("absent", "A", command=("no-such-program",)),
+        driver.Step("other", "B", command=("python", "-c", "raise SystemExit(1)")),
+    ]
+    pack = tmp_path / "results.tar.gz"
+    assert run(driver, monkeypatch, out, steps, "--jobs", "1", "--pack", str(pack)) == 1
+    document = json.loads((out / "results.json").read_text())
+    codes = {step["step"]: step["code"] for step in document["steps"]}
+    assert codes == {
+        "good": 0,
+        "bad": 3,
+        "endless": "time limit",
+        "nothing": 0,
+        "absent": "no no-such-program here",
+    }
+    assert document["rehearsal"] is True
+    assert document["machine"]["gpus_used"] == 0
+    assert document["software"]["torch"]
+    one = json.loads((out / "step-A-good.json").read_text())
+    assert one["outcomes"] == {"a.py::test_one": "PASSED"}
+    with tarfile.open(pack) as archive:
+        assert "out/results.json" in archive.getnames()
+    said = capsys.readouterr().out
+    assert "1 of 5 steps passed" in said
+
+
+def test_a_failure_beside_others_is_tried_alone_and_told(
+    driver: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flag = tmp_path / "tried"
+    once = f"import pathlib, sys; p = pathlib.Path({str(flag)!r}); tried = p.exists(); p.touch()"
+    steps = [
+        programme(driver, f"{once}; sys.exit(0 if tried else 1)", name="crowded"),
+        programme(driver, "pass", name="quiet"),
+    ]
+    assert run(driver, monkeypatch, tmp_path / "out", steps, "--jobs", "2") == 0
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [s["code"] for s in document["steps"] if s["step"] == "crowded"] == [1, 0]
+    assert "failed beside others, passed alone: crowded" in capsys.readouterr().out
+
+
+def test_no_time_is_no_success(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps = [programme(driver, "pass")]
+    assert run(driver, monkeypatch, tmp_path / "out", steps, "--budget-s", "5") == 1
+    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert [step["code"] for step in document["steps"]] == ["no time left"]
+
+
+def test_steps_are_chosen_by_group_and_name(driver: ModuleType, tmp_path: Path) -> None:
+    def names(*arguments: str) -> list[str]:
+        args = driver.parse(["--out", str(tmp_path), *arguments])
+        return [step.name for step in driver.chosen(args)]
+
+    assert names("--group", "B", "--only", "*check*") == [
+        f"{tool} {op}" for tool in ("memcheck", "racecheck") for op in ("kda", "ssd", "conv1d")
+    ]
+    assert all(
+        re.match(r"contract|deaths", name)
+        for name in names("--only", "contract*,deaths*", "--group", "A")
+    )
+    assert len(names("--group", "A,B")) == len(names("--group", "A")) + len(names("--group", "B"))
