@@ -58,7 +58,8 @@ MAX_RANKS = 64
 _SLOTS = 256
 _BARRIER_SLOT = 1
 _FIRST_SLOT = 2
-_BUFFERS = 4
+#: Buffers of eager generations, and as many of captured ones.
+_DEPTH = 2
 
 #: What a kernel may still write to after its transport broke.
 _kept: list[Tensor] = []
@@ -168,10 +169,10 @@ class OneSidedTransport(TransportBase):
                 )
             self._grow(state, slot, total)
         if capturing:
-            buffer, depth, waits = 2 + state.captured % 2, 1, self._others
+            buffer, depth, waits = _DEPTH + state.captured % _DEPTH, 1, self._others
             state.captured += 1
         else:
-            buffer, depth, waits = current.number % 2, 2, state.awaited[0]
+            buffer, depth, waits = current.number % _DEPTH, 2, state.awaited[0]
         state.awaited = (state.awaited[1], 0)
         self._signals.stage(
             self._counters,
@@ -393,7 +394,7 @@ class OneSidedTransport(TransportBase):
             self._captured_memory.append(state.regions)
         elif old is not None:
             self._provider.free(old)
-        region = self._provider.allocate(_BUFFERS * total)
+        region = self._provider.allocate(2 * _DEPTH * total)
         state.region, state.capacity, state.regions = region, total, self._on_device(region)
         if total > self._nans.numel():
             self._captured_memory.append(self._nans)

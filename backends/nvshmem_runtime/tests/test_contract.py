@@ -6,24 +6,13 @@ On a GPU see ``tests/gpu``.
 
 from __future__ import annotations
 
-import shutil
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
 from cptransport.testing import close_pools
 from cptransport.testing.contract import TransportContract
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _stand_ins() -> Iterator[None]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    yield
-    sys.path.remove(str(Path(__file__).parent))
 
 
 class OnTheHost(TransportContract):
@@ -35,12 +24,10 @@ class OnTheHost(TransportContract):
 
 
 @pytest.fixture(autouse=True, scope="class")
-def _ranks(_stand_ins: None) -> Iterator[None]:
-    """The class's heaps, and an end of its ranks."""
-    OnTheHost.folder = tempfile.mkdtemp(prefix="nvshmem-", dir="/dev/shm")
+def _ranks(heaps: str) -> Iterator[None]:
+    OnTheHost.folder = heaps
     yield
     close_pools()
-    shutil.rmtree(OnTheHost.folder)
 
 
 class TestSignal(OnTheHost):
@@ -51,3 +38,15 @@ class TestSignal(OnTheHost):
 class TestBarrier(OnTheHost):
     backend = "fake_nvshmem:BARRIER"
     world_sizes = (2,)
+
+
+@pytest.mark.slow
+class TestSignal4(OnTheHost):
+    backend = "fake_nvshmem:SIGNAL"
+    world_sizes = (2, 4)
+
+
+@pytest.mark.slow
+class TestBarrier4(OnTheHost):
+    backend = "fake_nvshmem:BARRIER"
+    world_sizes = (3, 4)
