@@ -129,10 +129,14 @@ class TransportBase(Lifecycle):
                 )
             current.to = destinations
             for part in slot.parts:
-                for rank in range(self.world_size):
-                    if self._moves(part, self.rank, rank, destinations):
-                        self._sent[part.name] += part.moved_bytes(self.rank, rank)
-                        self._messages += 1
+                if part.routes is None:
+                    others = len(destinations) - (self.rank in destinations)
+                    messages, count = others, others * part.nbytes
+                else:
+                    messages, count = part.sends(self.rank)
+                if messages:
+                    self._sent[part.name] += count
+                    self._messages += messages
             self._publish(current, destinations)
 
     def fetch(self, slot: Slot, part: str, *, source: int) -> Tensor:
@@ -154,8 +158,9 @@ class TransportBase(Lifecycle):
                 wanted = [
                     (part, source)
                     for part in slot.parts
-                    for source in range(self.world_size)
-                    if part.routes is None or part.rows(source, self.rank) != ()
+                    for source in (
+                        range(self.world_size) if part.routes is None else part.sources(self.rank)
+                    )
                 ]
                 names = [part.name for part in slot.parts]
             else:
@@ -242,11 +247,11 @@ class TransportBase(Lifecycle):
 
     def _check_routes(self, slot: Slot) -> None:
         for part in slot.parts:
-            for route in part.routes or ():
-                if max(route[:2]) >= self.world_size:
-                    raise RouteError(
-                        f"slot {slot.name!r}, part {part.name!r}: route {route} is outside world size {self.world_size}"
-                    )
+            if part.highest_rank >= self.world_size:
+                route = next(r for r in part.routes or () if max(r[:2]) >= self.world_size)
+                raise RouteError(
+                    f"slot {slot.name!r}, part {part.name!r}: route {route} is outside world size {self.world_size}"
+                )
 
     def _check_source(self, part: PartSpec, source: int) -> None:
         if not 0 <= source < self.world_size:
@@ -318,9 +323,7 @@ class TransportBase(Lifecycle):
             return
         current.counted = True
         for part in current.slot.parts:
-            if part.routes is None:
-                continue
-            for source in range(self.world_size):
-                if self._moves(part, source, self.rank, ()):
-                    self._arrived[part.name] += part.moved_bytes(source, self.rank)
-                    self._messages += 1
+            messages, count = part.receives(self.rank)
+            if messages:
+                self._arrived[part.name] += count
+                self._messages += messages

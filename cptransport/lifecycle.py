@@ -155,6 +155,9 @@ class Lifecycle:
             self._break(reported)
             raise reported
         try:
+            if not (torch.is_inference_mode_enabled() or torch.is_grad_enabled()):
+                yield  # as inside an op, where two contexts per verb would show
+                return
             # What a verb allocates outlives the caller's inference mode, and is written again outside.
             with torch.inference_mode(False), torch.no_grad():
                 yield

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -128,10 +128,55 @@ class PartSpec:
         whole = {route for route in self.routes or () if len(route) == 2}
         return {pair: None if pair in whole else tuple(sorted(r)) for pair, r in rows.items()}
 
+    @cached_property
+    def highest_rank(self) -> int:
+        """The highest rank that a route names; -1 without any."""
+        return max((max(route[:2]) for route in self.routes or ()), default=-1)
+
+    def sources(self, destination: int) -> tuple[int, ...]:
+        """Ranks from which a route comes to a rank, ascending, itself among them if one says so."""
+        return self._traffic[1].get(destination, _NO_TRAFFIC).peers
+
+    def sends(self, source: int) -> tuple[int, int]:
+        """Messages and payload bytes that the routes move from a rank to others."""
+        return self._traffic[0].get(source, _NO_TRAFFIC).total
+
+    def receives(self, destination: int) -> tuple[int, int]:
+        """Messages and payload bytes that the routes move to a rank from others."""
+        return self._traffic[1].get(destination, _NO_TRAFFIC).total
+
+    @cached_property
+    def _traffic(self) -> tuple[Mapping[int, _Traffic], Mapping[int, _Traffic]]:
+        # Counted once: a verb would else look at every pair of ranks.
+        out: dict[int, list[tuple[int, int]]] = {}
+        back: dict[int, list[tuple[int, int]]] = {}
+        for source, destination in self._moves:
+            count = self.moved_bytes(source, destination)
+            out.setdefault(source, []).append((destination, count))
+            back.setdefault(destination, []).append((source, count))
+        first, second = ({r: _traffic_of(r, x) for r, x in side.items()} for side in (out, back))
+        return first, second
+
     def moved_bytes(self, source: int, destination: int) -> int:
         """Payload bytes that the routes move between two different ranks."""
         rows = self.rows(source, destination)
         return self.nbytes if rows is None else self.row_nbytes * len(rows)
+
+
+class _Traffic(NamedTuple):
+    """What the routes move on one side of a rank: with whom, and messages and bytes with others."""
+
+    peers: tuple[int, ...]
+    total: tuple[int, int]
+
+
+_NO_TRAFFIC = _Traffic((), (0, 0))
+
+
+def _traffic_of(rank: int, peers: Iterable[tuple[int, int]]) -> _Traffic:
+    known = dict(peers)
+    others = [count for peer, count in known.items() if peer != rank]
+    return _Traffic(tuple(sorted(known)), (len(others), sum(others)))
 
 
 @dataclass(frozen=True)
