@@ -38,7 +38,7 @@ SMALLEST_REFERENCE = 1e-4
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return max |actual - expected| / max |expected|, in fp64; an unmatched NaN counts as inf."""
-    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    a, e = _wide(actual, expected)
     if a.numel() == 0:
         return 0.0
     same = (a == e) | (a.isnan() & e.isnan())  # equal infinities too
@@ -54,7 +54,7 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
 
     What the dtype of ``actual`` cannot represent so close to zero is no error.
     """
-    a, e = actual.detach().double().cpu(), expected.detach().double().cpu()
+    a, e = _wide(actual, expected)
     if a.numel() == 0:
         return 0.0
     grid = torch.finfo(actual.dtype)
@@ -64,6 +64,11 @@ def relative_rms(actual: Tensor, expected: Tensor) -> float:
     if difference == 0:
         return 0.0
     return difference / scale if scale and difference == difference else float("inf")
+
+
+def _wide(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in fp64 where the result is: large tensors on a GPU are compared there."""
+    return actual.detach().double(), expected.detach().to(actual.device).double()
 
 
 def rms_tolerance(name: str) -> float:

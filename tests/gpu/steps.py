@@ -126,7 +126,9 @@ def _transports(out: Path) -> list[Step]:
         Step("compositions", "A", ("tests/gpu/test_compositions_gpu.py",), 80, 200),
         *(_capture("A", *pair) for pair in own),
         Step("strict", "A", ("tests/gpu/test_strict_gpu.py",), 110, 240),
-        Step("launch", "A", ("tests/gpu/test_launch_gpu.py",), 60, 120, rehearsal=None),
+        Step(
+            "launch", "A", ("tests/gpu/test_launch_gpu.py",), 110, 220, apart=True, rehearsal=None
+        ),
         Step(
             "faults",
             "A",

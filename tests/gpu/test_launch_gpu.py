@@ -11,6 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import rig
+import torch
+
+from cptransport.bench.launch import advised_environment
 
 pytestmark = pytest.mark.gpu
 
@@ -48,12 +52,13 @@ def daemons() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("backend", ["nccl", "cupy_ipc"])
+@pytest.mark.parametrize("backend", rig.BACKENDS)
 def test_ranks_share_the_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env.update(CULA_CP_COMM_BACKEND=backend, CULA_CP_STRICT="1", CULA_CP_TIMEOUT_S="30")
+    env.update(advised_environment(backend, torch.device("cuda")))
     before = daemons()
     command = [sys.executable, "-m", "cptransport", "launch", "--nproc", str(ranks), "--share-gpu"]
     done = subprocess.run(
