@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import pytest
@@ -40,13 +41,14 @@ dist.destroy_process_group()
 """
 
 
-def daemons() -> dict[str, str]:
-    """Processes of MPS; a dead one that nobody has looked after yet is none."""
+def daemons(token: str) -> dict[str, str]:
+    """Processes of MPS that inherited a variable with this value; a dead one that nobody has looked after is none."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            if name.startswith("nvidia-cuda-mps") and rest.split()[0] != "Z":
+            ours = token.encode() in (stat.parent / "environ").read_bytes()
+            if name.startswith("nvidia-cuda-mps") and ours and rest.split()[0] != "Z":
                 found[stat.parent.name] = f"{name} {rest[:40]}"
     return found
 
@@ -59,7 +61,7 @@ def test_ranks_share_the_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     env.update(CULA_CP_COMM_BACKEND=backend, CULA_CP_STRICT="1", CULA_CP_TIMEOUT_S="30")
     env.update(advised_environment(backend, torch.device("cuda")))
-    before = daemons()
+    token = env["CPTRANSPORT_TEST_TOKEN"] = uuid.uuid4().hex
     command = [sys.executable, "-m", "cptransport", "launch", "--nproc", str(ranks), "--share-gpu"]
     done = subprocess.run(
         [*command, str(script)], env=env, capture_output=True, text=True, timeout=100
@@ -68,5 +70,4 @@ def test_ranks_share_the_gpu(backend: str, ranks: int, tmp_path: Path) -> None:
     said = re.findall(r"rank \d had \w+?(?=rank|\n)", done.stdout)  # lines may run together
     assert sorted(said) == [f"rank {rank} had {backend}" for rank in range(ranks)]
     assert f"{ranks} ranks share one GPU" in done.stderr
-    left = {pid: what for pid, what in daemons().items() if pid not in before}
-    assert not left
+    assert not daemons(token)
