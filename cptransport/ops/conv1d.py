@@ -9,14 +9,19 @@ that ``choose`` finds.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cptransport import env, notices, registry
 from cptransport.context import CPContext
-from cptransport.errors import BackendFallbackWarning, BackendUnavailableError, OpInputError
+from cptransport.errors import (
+    BackendFallbackWarning,
+    BackendNotFoundError,
+    BackendUnavailableError,
+    OpInputError,
+)
 from cptransport.ops.conv1d_exchange import ConvCall, Convolution, HaloExchange
 from cptransport.ops.conv1d_torch import TorchConvolution
 from cptransport.ops.inputs import (
@@ -29,6 +34,7 @@ from cptransport.ops.inputs import (
     state_dtype,
 )
 from cptransport.ops.once import once_differentiable
+from cptransport.ops.prepare import recall
 from cptransport.ops.scope import RunRecord, agree, op_step, record_run, reporting
 from cptransport.transport import BoundaryTransport
 
@@ -90,39 +96,42 @@ def causal_conv1d(
     Source: ``causal_conv1d`` of the package of that name, and FLA's ``ShortConvolution``.
     """
     transport = check_context(cp_context).transport
-    with op_step(transport):
-        call, computes = agree(
-            transport,
+    settings = _Settings(activation, bool(output_final_state), engine)
+    tensors = (x, weight, bias, residual, initial_state)
+
+    def prepare() -> tuple[ConvCall, str]:
+        refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
+        return recall(
+            cp_context,
             "causal_conv1d",
-            lambda: _prepare(
-                x,
-                weight,
-                bias,
-                residual,
-                initial_state,
-                cp_context,
-                activation,
-                bool(output_final_state),
-                engine,
-                upstream,
-            ),
+            tensors,
+            settings,
+            lambda: _make(cp_context, *tensors, settings=settings),
         )
-    return _Conv.apply(call, computes, x, weight, bias, residual, initial_state)  # type: ignore[no-untyped-call, no-any-return]
+
+    with op_step(transport):
+        call = agree(transport, "causal_conv1d", prepare)
+    return _Conv.apply(call, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _prepare(
+class _Settings(NamedTuple):
+    activation: str | None
+    final: bool
+    engine: str | None
+
+
+def _make(
+    context: CPContext,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
     initial_state: Tensor | None,
-    context: CPContext,
-    activation: str | None,
-    final: bool,
-    engine: str | None,
-    upstream: Mapping[str, Any],
-) -> tuple[tuple[ConvCall, Convolution], str]:
-    refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
+    *,
+    settings: _Settings,
+) -> tuple[ConvCall, str]:
+    """Check a call, and say what must be the same on every rank."""
+    activation = settings.activation
     if activation not in (None, "silu", "swish"):
         raise OpInputError(f"activation must be None, 'silu' or 'swish', got {activation!r}")
     check_shape("x", x, (None, None, None), "[B, T, D]")
@@ -145,11 +154,22 @@ def _prepare(
         "residual": residual,
         "initial_state": initial_state,
     }
-    transport = context.transport
+    transport, plan = context.transport, context.plan
     device = op_device(context, x)
     check_floating(given, device)
     dtypes = {name: t.dtype for name, t in given.items() if t is not None}
-    computes, reasons = choose(dtypes, device, transport, engine)
+    computes, reasons = choose(dtypes, device, transport, settings.engine)
+    overlap = env.flag(env.OVERLAP)
+    record = RunRecord(
+        "causal_conv1d",
+        computes.name,
+        transport.name,
+        "halo",
+        overlap,
+        transport.world_size,
+        reasons,
+    )
+    record_run(record)
     call = ConvCall(
         context=context,
         width=width,
@@ -157,23 +177,14 @@ def _prepare(
         channels=channels,
         states=states,
         silu=activation is not None,
-        final=final,
-        overlap=env.flag(env.OVERLAP),
+        final=settings.final,
+        overlap=overlap,
         dtype=x.dtype,
         compute=state_dtype(x),
         initial_dtype=None if initial_state is None else initial_state.dtype,
         device=device,
-    )
-    record_run(
-        RunRecord(
-            "causal_conv1d",
-            computes.name,
-            transport.name,
-            "halo",
-            call.overlap,
-            transport.world_size,
-            reasons,
-        )
+        computes=computes,
+        record=record,
     )
     tracked = sorted(
         name
@@ -181,11 +192,14 @@ def _prepare(
         if t is not None and t.requires_grad and torch.is_grad_enabled()
     )
     text = (
-        f"plan {context.plan.digest()}; B {batch}; D {channels}; W {width}; activation {activation}; "
+        f"plan {plan.digest()}; B {batch}; D {channels}; W {width}; activation {activation}; "
         f"dtypes {sorted((name, str(dtype)) for name, dtype in dtypes.items())}; "
         f"requires_grad {tracked}; engine {computes.name}"
     )
-    return (call, computes), text
+    return call, text
+
+
+_ENGINES = ("auto", "torch", "triton")
 
 
 def choose(
@@ -208,12 +222,17 @@ def choose(
     """
     requested, _ = env.text(env.ENGINE, argument)
     reasons = []
-    if requested not in ("auto", "torch", "triton"):
+    if requested not in _ENGINES:
         try:
             registry.load_engine("conv1d", requested)
         except BackendUnavailableError as error:
             # It is meant for the ops around the convolution: no fallback that strict would refuse.
             reasons.append((requested, str(error)))
+        except BackendNotFoundError:
+            hint = env.suggestion(requested.lower(), _ENGINES)
+            raise BackendNotFoundError(
+                f"no engine is named {requested!r}{hint}; a convolution knows {', '.join(_ENGINES)}"
+            ) from None
     if requested == "triton" or (requested != "torch" and device.type == "cuda"):
         found, reason = _triton(dtypes, device)
         if found is not None:
@@ -243,7 +262,6 @@ class _Conv(torch.autograd.Function):
     def forward(
         ctx: Any,
         call: ConvCall,
-        computes: Convolution,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -252,10 +270,10 @@ class _Conv(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         with reporting(call.context.transport):
             exchange = HaloExchange(call, "forward", call.dtype)
-            y, final, border = computes.forward(
+            y, final, border = call.computes.forward(
                 call, exchange, x, weight, bias, residual, initial_state
             )
-        ctx.call, ctx.computes = call, computes
+        ctx.call = call
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
         # The initial state only shows a second backward where it would have to go.
@@ -279,11 +297,10 @@ class _Conv(torch.autograd.Function):
             exchange = HaloExchange(call, "backward", call.compute)
             if grad_y is None:
                 grad_y = x.new_zeros(()).expand(x.shape)
-            grads = ctx.computes.backward(
+            grads = call.computes.backward(
                 call, exchange, border, x, weight, bias, ctx.residual_dtype, grad_y, grad_final
             )
         return (
-            None,
             None,
             grads.x,
             grads.weight,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from cptransport.composition import expand_routes
 from cptransport.context import CPContext
-from cptransport.halo import halo
+from cptransport.halo import Halo, halo
+from cptransport.ops.scope import RunRecord
 from cptransport.transport import Gathered, PartSpec, Slot
 
 __all__ = ["ConvCall", "ConvGrads", "Convolution", "HaloExchange"]
@@ -28,6 +30,7 @@ class ConvCall:
         dtype: of x. compute: of sums and of halo gradients.
         initial_dtype: of the initial state, None without one.
         device: where the tensors are.
+        computes: who computes it. record: the same for users.
     """
 
     context: CPContext
@@ -42,6 +45,8 @@ class ConvCall:
     compute: torch.dtype
     initial_dtype: torch.dtype | None
     device: torch.device
+    computes: Convolution
+    record: RunRecord
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
@@ -70,20 +75,28 @@ class HaloExchange:
 
     def __init__(self, call: ConvCall, direction: str, dtype: torch.dtype) -> None:
         self._transport = call.context.transport
+        moves = halo(call.context.plan, call.width)
+        self._slot = _slot(moves, direction, call.table_shape, dtype)
         self.table: Tensor | None = None
-        if routes := halo(call.context.plan, call.width).routes(direction):
-            part = PartSpec("halo", call.table_shape, dtype, expand_routes(routes, 1))
-            self._slot = Slot(f"conv1d.{direction}", (part,))
+        if self._slot is not None:
             self.table = self._transport.stage(self._slot)["halo"]
 
     def publish(self) -> None:
         """Release what was written into ``table``."""
-        if self.table is not None:
+        if self._slot is not None:
             self._transport.publish(self._slot)
 
     def gather(self) -> Gathered | None:
         """Wait for the peers' tables; None where nothing moves."""
-        return None if self.table is None else self._transport.gather(self._slot)
+        return None if self._slot is None else self._transport.gather(self._slot)
+
+
+@lru_cache(maxsize=256)
+def _slot(moves: Halo, direction: str, shape: tuple[int, ...], dtype: torch.dtype) -> Slot | None:
+    routes = moves.routes(direction)
+    if not routes:
+        return None
+    return Slot(f"conv1d.{direction}", (PartSpec("halo", shape, dtype, expand_routes(routes, 1)),))
 
 
 @dataclass(frozen=True)

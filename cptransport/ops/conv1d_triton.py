@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import cptransport_kernels.conv1d as kernels
-from cptransport.halo import RankHalo, halo
+from cptransport.halo import Halo, RankHalo, halo
 from cptransport.ops.conv1d_exchange import ConvCall, ConvGrads, HaloExchange
 from cptransport.plan import Plan
 from cptransport_kernels.configs import ConvConfig, conv_config
@@ -93,7 +93,8 @@ class TritonConvolution:
             silu=call.silu,
         )
         early = tables.conv.inner if call.overlap else 0
-        run(border=None, blocks=slice(early))
+        if early:
+            run(border=None, blocks=slice(early))
         gathered = exchange.gather()
         addresses = None if gathered is None else gathered.addresses["halo"]
         run(border=border, states=states, addresses=addresses, blocks=slice(early, None))
@@ -193,12 +194,15 @@ class _Tables:
 
 
 def _tables_of(call: ConvCall, config: ConvConfig) -> _Tables:
-    return _tables(call.context.plan, call.context.rank, call.width, config, call.device)
+    plan = call.context.plan
+    return _tables(plan, halo(plan, call.width), call.context.rank, config, call.device)
 
 
 @lru_cache(maxsize=64)
-def _tables(plan: Plan, rank: int, width: int, config: ConvConfig, device: torch.device) -> _Tables:
-    moves = halo(plan, width)
+def _tables(
+    plan: Plan, moves: Halo, rank: int, config: ConvConfig, device: torch.device
+) -> _Tables:
+    width = moves.width
     copies = moves.ranks[rank]
     segments = [
         ConvSegment(

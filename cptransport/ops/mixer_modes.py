@@ -133,6 +133,7 @@ def _in_place(mixer: Mixer, context: CPContext) -> Result:
         mixer.conv1d_bias,
         cp_context=context,
         activation=mixer.activation,
+        engine=mixer.engine,
     )
     scan = _scan_inputs(mixer, z, xbc, dt)
     result = mamba_chunk_scan_combined(

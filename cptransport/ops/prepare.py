@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,14 @@ from cptransport.transport import PartSpec
 
 __all__ = ["make_call", "recall"]
 
+
+class _Recorded(Protocol):
+    @property
+    def record(self) -> RunRecord: ...
+
+
+_Call = TypeVar("_Call", bound=_Recorded)
+
 #: Variables, beside ``CULA_CP_CHECK``, that a call depends on.
 _READ = tuple(variable.name for variable in (env.ENGINE, env.COMPOSITION, env.OVERLAP))
 #: Signatures that one context remembers.
@@ -34,8 +42,8 @@ def recall(
     title: str,
     tensors: Sequence[Tensor | None],
     settings: Hashable,
-    make: Callable[[], tuple[OpCall, str]],
-) -> tuple[OpCall, str]:
+    make: Callable[[], tuple[_Call, str]],
+) -> tuple[_Call, str]:
     """Return what ``make`` once returned for a call of the same signature, else call it.
 
     A call depends on its tensors by shape, dtype, device and whether they require gradients. What
@@ -46,9 +54,10 @@ def recall(
         title: public name of the op.
         tensors: all that were given; None for those that were not.
         settings: all else that the call depends on, but the environment and the transport.
-        make: checks the call; see ``make_call``.
+        make: checks the call and says what must be the same on every rank; see ``make_call``.
     """
     transport = context.transport
+    found: tuple[_Call, str] | None
     try:
         key = (
             title,

@@ -8,6 +8,7 @@ November 2026) at 2048 x 16 and 1024 x 8 tokens x heads; all others were only ch
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -148,6 +149,7 @@ class ConvConfig:
     reduce: ConvTile
 
 
+@lru_cache
 def conv_config(width: int) -> ConvConfig:
     """Return the configuration for a convolution of W taps."""
     walk = width <= 8
