@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cptransport.transport import PartSpec, Slot
 
-__all__ = ["PeerMemory", "PeerRegion", "byte_spans", "layout", "view"]
+__all__ = ["PeerMemory", "PeerRegion", "byte_spans", "bytes_at", "layout", "view"]
 
 _ALIGNMENT = 256
 
@@ -45,6 +46,23 @@ class PeerMemory(Protocol):
     def close(self, broken: bool) -> None:
         """Give up the provider; when broken, without peers and without freeing what they may map."""
         ...
+
+
+class _Bytes:
+    """Device memory as ``torch.as_tensor`` takes it without copying."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 2,
+        }
+
+
+def bytes_at(address: int, nbytes: int, device: torch.device) -> Tensor:
+    """View device memory that torch did not allocate as a uint8 tensor; who holds it must not outlive the memory."""
+    return torch.as_tensor(_Bytes(address, nbytes), device=device)
 
 
 def layout(slot: Slot) -> tuple[dict[str, int], int]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from cptransport.backend import bytes_at
 from cptransport.errors import GenerationError, RouteError, TransportError
 from cptransport.testing.contract_base import ContractTests, clause
 from cptransport.testing.oracle import assert_bytes, bytes_of, fill
@@ -213,22 +214,10 @@ def _gather(ranks: Ranks) -> None:
             transport.fetch(slot, "whole", source=source)
 
 
-class _Memory:
-    """Device memory as ``torch.as_tensor`` takes it, on whichever device it is."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
-
-
 def _at(address: int, part: PartSpec, device: torch.device) -> torch.Tensor:
     """Copy the part that an address table says is there."""
     if device.type == "cuda":
-        line = torch.as_tensor(_Memory(address, part.nbytes)).cpu()
+        line = bytes_at(address, part.nbytes, device).cpu()
     else:
         line = torch.frombuffer(
             bytearray(ctypes.string_at(address, part.nbytes)), dtype=torch.uint8

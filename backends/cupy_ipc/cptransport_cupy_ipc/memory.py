@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
-from cupy.cuda import memory as cupy_memory
 from cupy.cuda import runtime
 
-from cptransport.backend import ControlPlane, PeerRegion
+from cptransport.backend import ControlPlane, PeerRegion, bytes_at
 from cptransport.errors import TransportError
 
 __all__ = ["IpcMemory"]
@@ -68,7 +69,7 @@ class IpcMemory:
         size = -(-max(nbytes, 1) // _GRANULARITY) * _GRANULARITY
         address, mine = 0, ""
         try:
-            with torch.cuda.device(self._device):
+            with self._here():
                 address = runtime.malloc(size)
                 start = _allocation_start(address)
                 handle = runtime.ipcGetMemHandle(address)
@@ -89,43 +90,49 @@ class IpcMemory:
             except RuntimeError as error:
                 failure = f"cannot map memory of rank {rank}: {error}"
                 break
+        region = PeerRegion(torch.empty(0), tuple(addresses), (address, tuple(handles)))
         try:
             self._agree(self._control.exchange(failure, "CUDA IPC mapping"), 0)
-        except TransportError:
-            for handle in handles:
-                self._shut(handle)
-            self._control.exchange("", "CUDA IPC unmapping")
-            runtime.free(address)
+        except TransportError as error:
+            if type(error) is TransportError:  # else a peer is lost, and may map ours
+                self.free(region)
             raise
-        return PeerRegion(
-            self._tensor(address, nbytes), tuple(addresses), (address, tuple(handles))
-        )
+        local = bytes_at(address, nbytes, self._device)
+        return PeerRegion(local, region.addresses, region.handle)
 
     def free(self, region: PeerRegion) -> None:
         """See ``PeerMemory.free``."""
         address, handles = region.handle
-        with torch.cuda.device(self._device):
-            for handle in handles:
-                self._shut(handle)
-            self._control.exchange("", "CUDA IPC unmapping")
+        for handle in handles:
+            self._shut(handle)
+        self._control.exchange("", "CUDA IPC unmapping")
+        with self._here():
             runtime.free(address)
 
     def close(self, broken: bool) -> None:
         """See ``PeerMemory.close``."""
         self._opened.clear()
 
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Make this rank's device the current one, for CuPy's CUDA runtime as for torch's."""
+        with torch.cuda.device(self._device):
+            runtime.setDevice(self._device.index)
+            yield
+
     def _agree(self, failures: list[str], address: int) -> None:
         """Raise alike on all ranks when some rank failed."""
         for rank, failure in enumerate(failures):
             if failure:
                 if address:
-                    runtime.free(address)
+                    with self._here():
+                        runtime.free(address)
                 raise TransportError(f"CUDA IPC memory on rank {rank}: {failure}")
 
     def _open(self, handle: bytes) -> int:
         address, users = self._opened.get(handle, (0, 0))
         if users == 0:
-            with torch.cuda.device(self._device):
+            with self._here():
                 address = runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
         self._opened[handle] = (address, users + 1)
         return address
@@ -136,15 +143,5 @@ class IpcMemory:
             self._opened[handle] = (address, users - 1)
         else:
             del self._opened[handle]
-            runtime.ipcCloseMemHandle(address)
-
-    def _tensor(self, address: int, nbytes: int) -> torch.Tensor:
-        """View memory as a uint8 tensor; whoever holds it must not outlive the region."""
-        import cupy
-
-        index = self._device.index
-        owner = cupy_memory.UnownedMemory(address, max(nbytes, 1), self, index)
-        array = cupy.ndarray(
-            (nbytes,), dtype=cupy.uint8, memptr=cupy_memory.MemoryPointer(owner, 0)
-        )
-        return torch.as_tensor(array, device=self._device)
+            with self._here():
+                runtime.ipcCloseMemHandle(address)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,12 @@ def create(group: Any, device: Any, timeout_s: float, **options: Any) -> OneSide
     """Make the transport of a group; collective.
 
     Raises:
-        BackendUnavailableError: ranks on different hosts, GPUs without peer access, too many ranks,
-            or no memory.
+        BackendUnavailableError: alike on all ranks: they are on different hosts, some GPU has no peer
+            access or is hidden, torch uses expandable segments, too many ranks, or no memory.
     """
     device = torch.device(device)
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.set_device(device)
     torch.cuda.init()
     torch.cuda.synchronize(device)
     control = ControlPlane(
@@ -63,6 +63,9 @@ def _problem(places: list[list[str]], device: torch.device) -> str:
     hosts = sorted({host for host, _ in places})
     if len(hosts) > 1:
         return f"CUDA IPC works within one host; the ranks are on {len(hosts)}"
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            return f"CUDA IPC is not served beside torch's expandable segments; take them out of {name}"
     here = {
         str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
     }

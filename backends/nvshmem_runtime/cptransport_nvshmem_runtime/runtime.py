@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cptransport.backend import ControlPlane, PeerRegion
+from cptransport.backend import ControlPlane, PeerRegion, bytes_at
 from cptransport.errors import BackendUnavailableError, TransportError
 from cptransport_nvshmem_runtime.library import bindings
 
@@ -215,7 +215,7 @@ class SymmetricMemory:
                 )
                 + ": no NVLink or PCIe peer access between their GPUs"
             )
-        return PeerRegion(_line(address, nbytes, self._device), tuple(addresses), address)
+        return PeerRegion(bytes_at(address, nbytes, self._device), tuple(addresses), address)
 
     def free(self, region: PeerRegion) -> None:
         """See ``PeerMemory.free``."""
@@ -251,20 +251,3 @@ class SymmetricMemory:
                 with torch.cuda.device(self._device):
                     self._library.hostlib_finalize()
             _process.members = None
-
-
-class _Bytes:
-    """Device memory as ``torch.as_tensor`` takes it without copying."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
-
-
-def _line(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """View memory as a uint8 tensor; whoever holds it must not outlive the region."""
-    return torch.as_tensor(_Bytes(address, nbytes), device=device)

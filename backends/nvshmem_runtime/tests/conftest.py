@@ -13,13 +13,17 @@ import pytest
 
 from cptransport.testing import close_pools
 
+HERE = Path(__file__).parent
+STAND_INS = [str(HERE), str(HERE.parents[2] / "tests" / "standins")]
+
 
 @pytest.fixture(scope="module")
 def heaps() -> Iterator[str]:
     """Where the ranks of a module keep their heaps; the ranks end with it."""
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = STAND_INS
     folder = tempfile.mkdtemp(prefix="nvshmem-", dir="/dev/shm")
     yield folder
     close_pools()
     shutil.rmtree(folder)
-    sys.path.remove(str(Path(__file__).parent))
+    for path in STAND_INS:
+        sys.path.remove(path)
