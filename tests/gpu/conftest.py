@@ -42,7 +42,8 @@ def needs_cuda() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def mps() -> Iterator[None]:
     """Start the daemon, unless the one that started pytest has: rank processes inherit its environment."""
-    if rig.REHEARSAL or not torch.cuda.device_count() or _PIPES in os.environ:
+    # With several GPUs ranks have one each, as far as they reach; a daemon serves one GPU.
+    if rig.REHEARSAL or torch.cuda.device_count() != 1 or _PIPES in os.environ:
         yield
         return
     try:

@@ -24,12 +24,13 @@ from cptransport.transport import Capabilities
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
+COMMIT = "CPTRANSPORT_COMMIT"
 REHEARSAL = os.environ.get(REHEARSE) == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 
 #: The transports that are tested; the last one is the one without ``pairwise``.
 BACKENDS = ("nccl", "cupy_ipc", "cudnn_summary", "nvshmem_signal", "nvshmem_barrier")
-RANKS = (2, 4)
+RANKS = (2, 4, 8) if torch.cuda.device_count() >= 8 else (2, 4)
 
 #: A case that hangs must not use up the time of a leased GPU.
 WATCHDOG_S = 60.0
@@ -96,12 +97,13 @@ def report(name: str, ranks: int, **figures: Any) -> None:
     folder = os.environ.get(RESULTS)
     if not folder:
         return
+    told = os.environ.get(COMMIT)
     gpus = 0 if REHEARSAL else (1 if per_device(ranks) > 1 else ranks)
     document = {
         "schema": f"cptransport.{name.partition('-')[0]}/1",
         "banner": banner(per_device(ranks)),
         "rehearsal": REHEARSAL,
-        "git": git_state(),
+        "git": {"commit": told, "dirty": None} if told else git_state(),
         "machine": machine(device=DEVICE, world_size=ranks, gpus_used=gpus),
         "software": software(),
         **figures,

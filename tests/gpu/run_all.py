@@ -44,6 +44,7 @@ from steps import Step, steps  # noqa: E402
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
+COMMIT = "CPTRANSPORT_COMMIT"
 #: A line of ``pytest -v``.
 OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
 #: Less than this is no time for a step.
@@ -97,6 +98,7 @@ class Run:
         self.rehearse = args.rehearse
         self.pack = args.pack
         self.pytest = args.pytest.split()
+        self.commit = args.commit
         self.deadline = time.monotonic() + args.budget_s
         self.machine: dict[str, Any] = {}
         self.results: list[Result] = []
@@ -218,9 +220,18 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     made.setdefault("TRITON_CACHE_DIR", str(cache))
     made.setdefault("OMP_NUM_THREADS", "1")
     made["PYTHONUNBUFFERED"] = "1"
+    if args.commit:
+        made[COMMIT] = args.commit
     if args.rehearse:
         made |= {REHEARSE: "1", "CUDA_VISIBLE_DEVICES": ""}
+    elif not many_gpus(args):
+        made["CUDA_VISIBLE_DEVICES"] = made.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return made
+
+
+def many_gpus(args: argparse.Namespace) -> bool:
+    """Whether ranks have a GPU each, so that none is shared."""
+    return "D" in args.group.upper().split(",")
 
 
 def chosen(args: argparse.Namespace) -> list[Step]:
@@ -246,7 +257,8 @@ def daemon(stack: contextlib.ExitStack, wanted: bool) -> tuple[dict[str, str], s
         started = stack.enter_context(MpsDaemon(daemon_environment()))
     except MpsUnavailableError as error:
         return {}, f"none: {error}"
-    return dict(started.environment), "a private daemon"
+    # The daemon numbers its devices anew, and it has one.
+    return {**started.environment, "CUDA_VISIBLE_DEVICES": "0"}, "a private daemon"
 
 
 def run_apart(run: Run, step: Step, shares: bool) -> Result:
@@ -293,7 +305,9 @@ def describe(run: Run, args: argparse.Namespace) -> None:
         run.machine.update(json.loads(done.stdout))
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         run.machine["machine"] = f"unknown: {error}"
-    shared = None if args.rehearse or args.group.upper() == "D" else banner(2)
+    if args.commit:
+        run.machine["git"] = {"commit": args.commit, "dirty": None}
+    shared = None if args.rehearse or many_gpus(args) else banner(2)
     run.machine["banner"] = shared and shared.replace("2 ranks share", "All ranks share")
 
 
@@ -344,6 +358,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="for all (default 540)")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of group D, one per GPU")
     parser.add_argument("--peers", type=Path, action="append", default=[], help="paths of peers")
+    parser.add_argument(
+        "--commit", default="", help="of a copy of the tree that has no git to tell it"
+    )
     parser.add_argument("--pytest", default="", help="further arguments of pytest, by blanks")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, over gloo, tiny")
     parser.add_argument("--list", action="store_true", help="print the steps and what they take")
@@ -370,7 +387,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         run = Run(args, Path(folder))
         describe(run, args)
-        shares = not args.rehearse and args.group.upper() != "D"
+        shares = not args.rehearse and not many_gpus(args)
         run_all(run, todo, args.jobs, shares)
         run.write()
         return show(run)

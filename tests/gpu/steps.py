@@ -42,6 +42,15 @@ TINY = (
 )
 
 
+#: Tests with a CUDA part among those of other subjects.
+OTHERS = (
+    "tests/bench/test_recorded.py",
+    "tests/engines/test_torch_gpu.py",
+    "tests/planning/test_layouts.py",
+    "tests/test_select.py",
+)
+
+
 @dataclass(frozen=True)
 class Step:
     """One process: a pytest run, or a command.
@@ -189,6 +198,7 @@ def _kernels(out: Path) -> list[Step]:
         *(step for pair in pairs for step in _contract("B", out, *pair)),
         *(_ops("B", *pair) for pair in pairs),
         *(_capture("B", *pair) for pair in pairs),
+        Step("other tests", "B", OTHERS, 60, 150, rehearsal=None),
         Step("large", "B", ("tests/gpu/test_large_gpu.py",), 60, 150),
         Step("cold start", "B", ("tests/gpu/test_cold_gpu.py",), 80, 180),
         *sanitizers,
