@@ -36,6 +36,7 @@ from cptransport.ops.inputs import (
 from cptransport.ops.once import once_differentiable
 from cptransport.ops.prepare import recall
 from cptransport.ops.scope import RunRecord, agree, op_step, record_run, reporting
+from cptransport.ops.traced import Like, register, trace
 from cptransport.transport import BoundaryTransport
 
 __all__ = ["causal_conv1d"]
@@ -96,6 +97,17 @@ def causal_conv1d(
     Source: ``causal_conv1d`` of the package of that name, and FLA's ``ShortConvolution``.
     """
     transport = check_context(cp_context).transport
+    if torch.compiler.is_compiling():
+        refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
+        given = {
+            "x": x, "weight": weight, "bias": bias, "residual": residual,
+            "initial_state": initial_state,
+        }  # fmt: skip
+        named = {
+            "activation": activation, "output_final_state": output_final_state, "engine": engine
+        }  # fmt: skip
+        y, final_state = trace("causal_conv1d", cp_context, given, named)
+        return y, final_state if output_final_state else None
     settings = _Settings(activation, bool(output_final_state), engine)
     tensors = (x, weight, bias, residual, initial_state)
 
@@ -308,3 +320,16 @@ class _Conv(torch.autograd.Function):
             grads.residual,
             grads.initial_state,
         )
+
+
+def _like(
+    context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Like, Like | None]:
+    """Return what ``causal_conv1d`` gives for inputs that fit together."""
+    x = given["x"]
+    states = check_batch("x", x, context)
+    final = ((states, x.shape[2], given["weight"].shape[1] - 1), x.dtype)
+    return (tuple(x.shape), x.dtype), final if settings["output_final_state"] else None
+
+
+register(causal_conv1d, _like)

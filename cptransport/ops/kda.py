@@ -26,7 +26,7 @@ from cptransport.ops.inputs import (
     state_dtype,
 )
 from cptransport.ops.prepare import make_call, recall
-from cptransport.ops.traced import Like, Ran, Traceable, register, trace
+from cptransport.ops.traced import Like, register, trace
 
 __all__ = ["KDAForward", "KDAGrads", "chunk_kda", "kda_backward", "kda_forward"]
 
@@ -154,7 +154,9 @@ def chunk_kda(
     if torch.compiler.is_compiling():
         refuse_upstream("chunk_kda", upstream, _UPSTREAM)
         given = {**dict(zip(_NAMES, tensors, strict=True)), "initial_state": initial_state}
-        o, final_state = trace("chunk_kda", cp_context, given, settings._asdict())
+        named = {"output_final_state": output_final_state, **settings._asdict()}
+        del named["final"]
+        o, final_state = trace("chunk_kda", cp_context, given, named)
         return o, final_state if output_final_state else None
 
     def prepare() -> tuple[OpCall, str]:
@@ -372,23 +374,6 @@ def _check_settings(settings: _Settings, parameters: Mapping[str, Tensor | None]
         raise OpInputError(f"lower_bound must be negative, got {lower_bound}")
 
 
-def _run(context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Ran:
-    """Run ``chunk_kda`` for a compiled program."""
-    tensors = tuple(given.get(name) for name in _NAMES)
-    initial_state = given.get("initial_state")
-
-    def prepare() -> tuple[OpCall, str]:
-        return _prepare(context, tensors, initial_state, _Settings(**settings), {})
-
-    call, result = compute(context, "chunk_kda", prepare, tensors, initial_state)
-
-    def backward(do: Tensor, d_final: Tensor | None) -> Mapping[str, Tensor | None]:
-        grads, d_initial = run_backward(call, result.saved, do, d_final)
-        return {**grads, "initial_state": d_initial}
-
-    return Ran(result.output, result.final_states, backward)
-
-
 def _like(
     context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]
 ) -> tuple[Like, Like | None]:
@@ -397,8 +382,8 @@ def _like(
     states = check_batch("q", q, context)
     sizes = (q.shape[3], v.shape[3])
     shape = (states, v.shape[2], *(sizes[::-1] if settings["state_v_first"] else sizes))
-    final = (shape, state_dtype(v)) if settings["final"] else None
+    final = (shape, state_dtype(v)) if settings["output_final_state"] else None
     return (tuple(v.shape), v.dtype), final
 
 
-register("chunk_kda", Traceable(_run, _like))
+register(chunk_kda, _like)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from cptransport.context import CPContext
 from cptransport.engines import SSDInputs, SSDOptions
 from cptransport.errors import OpInputError
-from cptransport.ops.call import OpCall, SavedCall, apply, run_backward, run_forward
+from cptransport.ops.call import OpCall, SavedCall, apply, checked, compute, run_backward
 from cptransport.ops.inputs import (
     check_batch,
     check_context,
@@ -24,8 +24,8 @@ from cptransport.ops.inputs import (
     refuse_upstream,
     state_dtype,
 )
-from cptransport.ops.prepare import make_call
-from cptransport.ops.scope import agree, op_step
+from cptransport.ops.prepare import make_call, recall
+from cptransport.ops.traced import Like, register, trace
 
 __all__ = ["SSDForward", "SSDGrads", "mamba_chunk_scan_combined", "ssd_backward", "ssd_forward"]
 
@@ -123,12 +123,28 @@ def mamba_chunk_scan_combined(
     Stream: ordered on the current stream.
     Source: Mamba-2 paper, section 6; argument names as ``mamba_ssm.ops.triton.ssd_combined``.
     """
-    transport = check_context(cp_context).transport
+    check_context(cp_context)
+    if torch.compiler.is_compiling():
+        refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
+        given = {
+            "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
+            "initial_states": initial_states,
+        }  # fmt: skip
+        settings = {
+            "chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit,
+            "return_final_states": return_final_states, "engine": engine,
+        }  # fmt: skip
+        y, final_states = trace("mamba_chunk_scan_combined", cp_context, given, settings)
+        return (y, final_states) if return_final_states else y
     inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
-    with op_step(transport):
-        call = agree(
-            transport,
+
+    def prepare() -> tuple[OpCall, str]:
+        refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
+        return recall(
+            cp_context,
             "mamba_chunk_scan_combined",
+            (*inputs.tensors().values(), initial_states),
+            (chunk_size, dt_softplus, tuple(dt_limit), engine, return_final_states),
             lambda: prepare_scan(
                 inputs,
                 cp_context,
@@ -136,9 +152,11 @@ def mamba_chunk_scan_combined(
                 dt_softplus=dt_softplus,
                 dt_limit=dt_limit,
                 engine=engine,
-                **upstream,
+                final=return_final_states,
             ),
         )
+
+    call = checked(cp_context, "mamba_chunk_scan_combined", prepare)
     y, final_states = apply(call, initial_states, *inputs.tensors().values())
     return (y, final_states) if return_final_states else y
 
@@ -167,15 +185,15 @@ def ssd_forward(
 
     Raises, Collective, Stream: as ``mamba_chunk_scan_combined``.
     """
-    transport = check_context(cp_context).transport
+    check_context(cp_context)
     inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
-    with torch.no_grad(), op_step(transport):
-        call = agree(
-            transport,
-            "ssd_forward",
-            lambda: prepare_scan(inputs, cp_context, chunk_size, **options),
-        )
-        result = run_forward(call, tuple(inputs.tensors().values()), initial_states)
+
+    def prepare() -> tuple[OpCall, str]:
+        return prepare_scan(inputs, cp_context, chunk_size, **options)
+
+    with torch.no_grad():
+        tensors = tuple(inputs.tensors().values())
+        call, result = compute(cp_context, "ssd_forward", prepare, tensors, initial_states)
     final_states = result.final_states if return_final_states else None
     return SSDForward(result.output, final_states, SavedCall(call, result.saved))
 
@@ -260,6 +278,7 @@ def prepare_scan(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     engine: str | None = None,
+    final: bool = True,
     **upstream: Any,
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
@@ -317,4 +336,18 @@ def prepare_scan(
         state_dtype=state_dtype(given.x),
         user_layout="k_major",
         engine=engine,
+        final=final,
     )
+
+
+def _like(
+    context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Like, Like | None]:
+    """Return what ``mamba_chunk_scan_combined`` gives for inputs that fit together."""
+    x = given["x"]
+    states = check_batch("x", x, context)
+    final = ((states, *x.shape[2:], given["B"].shape[3]), state_dtype(x))
+    return (tuple(x.shape), x.dtype), final if settings["return_final_states"] else None
+
+
+register(mamba_chunk_scan_combined, _like)

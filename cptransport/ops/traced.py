@@ -2,10 +2,10 @@
 """Ops inside ``torch.compile``: one operator that it does not look into, and that one's backward.
 
 What an op does between its inputs and its output (plans, transports, kernels) is no graph. While
-``torch.compile`` traces, the op therefore calls ``torch.ops.cptransport.op``, and the compiled
+``torch.compile`` traces, an op therefore calls ``torch.ops.cptransport.op``, and the compiled
 program calls that with tensors alone: what else the op was given travels as text, the context by
-its key. So every check, and the choice of engine and composition, is made when the program runs,
-as without ``torch.compile``.
+its key. The operator calls the op as it is without ``torch.compile``, so every check, and the
+choice of engine and composition, is made when the program runs.
 
 What the backward needs does not pass through the graph either, since only the engine knows what
 that is. The operator returns a *ticket*, a number in a CPU tensor; what it stands for lives as long
@@ -28,52 +28,50 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cptransport.context import CPContext, context_of
 from cptransport.errors import OpInputError
 
-__all__ = ["Like", "Ran", "Traceable", "register", "trace"]
+__all__ = ["Like", "register", "trace"]
 
 #: Shape and dtype of an output.
 Like = tuple[Sequence[int], torch.dtype]
+#: From context, inputs by name and settings to what output and final states are like; None for
+#: these unless asked for.
+Likes = Callable[[CPContext, Mapping[str, Tensor], Mapping[str, Any]], tuple[Like, Like | None]]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a forward gives.
+class _Op:
+    """A public op, and what its results are like."""
 
-    Attributes:
-        output: of the op.
-        final: final states, None unless asked for.
-        backward: from the gradients of both (the second may be None) to those of the inputs by name.
-    """
-
-    output: Tensor
-    final: Tensor | None
-    backward: Callable[[Tensor, Tensor | None], Mapping[str, Tensor | None]]
+    call: Callable[..., Any]
+    likes: Likes
 
 
 @dataclass(frozen=True)
-class Traceable:
-    """An op as the operator runs it.
+class _Kept:
+    """What a backward needs: where gradients enter, and the inputs that get some."""
 
-    Attributes:
-        run: from context, inputs by name, and settings (as ``trace`` got them) to the result.
-        like: from the same to what output and final states (None unless asked for) are like.
-    """
-
-    run: Callable[[CPContext, Mapping[str, Tensor], Mapping[str, Any]], Ran]
-    like: Callable[[CPContext, Mapping[str, Tensor], Mapping[str, Any]], tuple[Like, Like | None]]
+    edges: tuple[GradientEdge, ...]
+    leaves: dict[str, Tensor]
 
 
-_traceable: dict[str, Traceable] = {}
+_ops: dict[str, _Op] = {}
 _numbers = itertools.count(1)
-_kept: dict[int, Ran] = {}
+_kept: dict[int, _Kept] = {}
 
 
-def register(title: str, op: Traceable) -> None:
-    """Let ``trace`` know an op by its public name."""
-    _traceable[title] = op
+def register(call: Callable[..., Any], likes: Likes) -> None:
+    """Let ``trace`` know a public op, by its name.
+
+    Args:
+        call: takes its tensors, ``cp_context`` and settings by name; returns an output, or output
+            and final states.
+        likes: for inputs that fit together.
+    """
+    _ops[call.__name__] = _Op(call, likes)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -91,33 +89,41 @@ def trace(
     """Put an op into the graph that is being traced.
 
     Args:
-        title: registered.
+        title: name of a registered op.
         context: of the op.
         tensors: inputs by name.
-        settings: what else the op was given; numbers, texts, None.
+        settings: what else the op was given, by name: numbers, texts, None.
 
     Returns:
         Output and final states; without those the second has no elements.
     """
     given = {name: x for name, x in tensors.items() if x is not None}
     tracked = [n for n, x in given.items() if x.requires_grad] if torch.is_grad_enabled() else []
-    text = _text(
-        title,
-        context.key,
-        " ".join(given),
-        " ".join(tracked),
-        " ".join(settings),
-        *settings.values(),
-    )
+    names = (" ".join(given), " ".join(tracked), " ".join(settings))
+    text = _text(title, context.key, *names, *settings.values())
     output, final, _ = torch.ops.cptransport.op(list(given.values()), text)
     return output, final
 
 
-def _parse(
-    inputs: Sequence[Tensor], text: str
-) -> tuple[Traceable, str, dict[str, Tensor], Any, Any]:
-    title, context, names, tracked, settings = json.loads(text)
-    return _traceable[title], context, dict(zip(names, inputs, strict=True)), tracked, settings
+@dataclass(frozen=True)
+class _Call:
+    """What the operator was given."""
+
+    op: _Op
+    context: CPContext
+    given: dict[str, Tensor]
+    tracked: list[str]
+    settings: dict[str, Any]
+
+    @staticmethod
+    def of(inputs: Sequence[Tensor], text: str) -> _Call:
+        title, key, names, tracked, settings = json.loads(text)
+        given = dict(zip(names, inputs, strict=True))
+        return _Call(_ops[title], context_of(key), given, tracked, settings)
+
+    @property
+    def likes(self) -> tuple[Like, Like | None]:
+        return self.op.likes(self.context, self.given, self.settings)
 
 
 @torch.library.custom_op(
@@ -126,25 +132,25 @@ def _parse(
     schema="(Tensor[] inputs, str text) -> (Tensor, Tensor, Tensor)",
 )
 def _op(inputs: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor, Tensor]:
-    op, key, given, tracked, settings = _parse(inputs, text)
-    with _above_autograd():
-        # As the caller's were: what an op call is like depends on it.
-        given = {n: x.detach().requires_grad_(n in tracked) for n, x in given.items()}
-        with torch.set_grad_enabled(bool(tracked)):
-            ran = op.run(context_of(key), given, settings)
+    call = _Call.of(inputs, text)
+    leaves = {n: x.detach().requires_grad_(n in call.tracked) for n, x in call.given.items()}
+    with _with_autograd(), torch.set_grad_enabled(bool(call.tracked)):
+        found = call.op.call(**leaves, cp_context=call.context, **call.settings)
+    output, final = found if isinstance(found, tuple) else (found, None)
+    results = [output] if final is None else [output, final]
     number = next(_numbers)
     ticket = torch.tensor(number, device="cpu")
-    if tracked:
-        _kept[number] = ran
+    if call.tracked:
+        edges = tuple(map(get_gradient_edge, results))
+        _kept[number] = _Kept(edges, {name: leaves[name] for name in call.tracked})
         weakref.finalize(ticket.untyped_storage(), _kept.pop, number, None)
-    final = ran.output.new_empty(0) if ran.final is None else ran.final
-    return ran.output, final, ticket
+    final = output.new_empty(0) if final is None else final
+    return output.detach().contiguous(), final.detach().contiguous(), ticket
 
 
 @_op.register_fake
 def _(inputs: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor, Tensor]:
-    op, key, given, _, settings = _parse(inputs, text)
-    output, final = op.like(context_of(key), given, settings)
+    output, final = _Call.of(inputs, text).likes
     (shape, dtype), (final_shape, final_dtype) = output, final or ((0,), output[1])
     like = inputs[0]
     return (
@@ -162,14 +168,20 @@ def _(inputs: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor, Tensor]:
 def _op_backward(
     ticket: Tensor, inputs: Sequence[Tensor], output: Tensor, final: Tensor | None, text: str
 ) -> list[Tensor]:
-    _, _, given, _, _ = _parse(inputs, text)
-    ran = _kept.get(int(ticket))
-    if ran is None:
+    call, kept = _Call.of(inputs, text), _kept.get(int(ticket))
+    if kept is None:
         raise OpInputError("the forward of this op kept nothing for a backward")
-    with _above_autograd(), torch.no_grad():
-        grads = ran.backward(output, final)
-    found = ((x, grads.get(name)) for name, x in given.items())
-    return [torch.zeros_like(x) if grad is None else grad for x, grad in found]
+    with _with_autograd():
+        grads = torch.autograd.grad(
+            kept.edges,
+            list(kept.leaves.values()),
+            [output, final][: len(kept.edges)],
+            retain_graph=True,  # whoever holds the ticket may come again
+            allow_unused=True,
+        )
+    found = dict(zip(kept.leaves, grads, strict=True))
+    made = ((x, found.get(name)) for name, x in call.given.items())
+    return [torch.zeros_like(x) if grad is None else grad.contiguous() for x, grad in made]
 
 
 @_op_backward.register_fake
@@ -188,24 +200,25 @@ def _backward(
     ctx: Any, output: Tensor | None, final: Tensor | None, ticket: None
 ) -> tuple[list[Tensor | None], None]:
     number, *tensors = ctx.saved_tensors
-    op, key, given, tracked, settings = _parse(tensors, ctx.text)
-    like, like_final = op.like(context_of(key), given, settings)
+    call = _Call.of(tensors, ctx.text)
+    like, like_final = call.likes
     if output is None:
         output = tensors[0].new_zeros(like[0], dtype=like[1])
     if like_final is None:
         final = None
+    elif final is None:
+        final = tensors[0].new_zeros(like_final[0], dtype=like_final[1])
     grads = torch.ops.cptransport.op_backward(number, tensors, output, final, ctx.text)
-    return [
-        grad if name in tracked else None for name, grad in zip(given, grads, strict=True)
-    ], None
+    names = zip(call.given, grads, strict=True)
+    return [grad if name in call.tracked else None for name, grad in names], None
 
 
 _op.register_autograd(_backward, setup_context=_save)
 
 
 @contextmanager
-def _above_autograd() -> Iterator[None]:
-    """Let autograd work inside an operator, where it is switched off: some engines differentiate."""
+def _with_autograd() -> Iterator[None]:
+    """Let autograd work inside an operator, where torch switches it off."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set() - keys

@@ -318,6 +318,8 @@ def backward(
         do, kept.s_in, ds_piece, h, u, dh, y, ds_in,
         pieces.backward, batch, tokens, value_heads, chunks,
     )  # fmt: skip
+    gc = made.gc
+    del made  # its memory holds gradients next
 
     empty = torch.zeros_like if pieces.gaps else torch.empty_like
     dq, dk = empty(x.q), empty(x.k)
@@ -341,7 +343,7 @@ def backward(
     )  # fmt: skip
     chunk_grad(
         (blocks * chunks, batch * value_heads),
-        x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, made.gc, kept.rnorm,
+        x.q, x.k, x.g, x.beta, x.A_log, x.dt_bias, gc, kept.rnorm,
         do, u, y, h, dh, daqk, dakk, dq_heads, dk_heads, dg, db_parts, gate_sums,
         pieces.chunks, scale, bound, batch, tokens, heads, value_heads, chunks,
     )  # fmt: skip

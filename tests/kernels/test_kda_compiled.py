@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 #: Shared memory of a program on sm_90.
 SHARED = 227 * 1024
@@ -30,6 +32,22 @@ LAUNCHES = {
 }
 #: Operators that launch nothing on a GPU; the op's others put addresses of two rounds side by side.
 FREE = {"aten::empty.memory_format", "aten::empty_like", "aten::detach", "aten::view"}
+
+
+#: Of the script's call.
+TOKENS, HEADS, DIM, CHUNK = 1024, 2, 128, 64
+STATE = 4 * DIM * DIM
+#: Bytes per token and head that FLA 0.6.0 holds for bfloat16 inputs and a gate computed outside: what
+#: its forward keeps beside the inputs, and what is alive when its backward has called
+#: ``chunk_kda_bwd_intra`` (``fla/ops/kda``).
+FLA_KEPT = {"g_cumsum": 4 * DIM, "Aqk": 2 * CHUNK, "Akk": 2 * CHUNK}
+FLA_ALIVE = {
+    **FLA_KEPT,
+    **dict.fromkeys(("w", "u", "qg", "kg", "v_new", "dv"), 2 * DIM),
+    **dict.fromkeys(("h", "dh"), 2 * DIM * DIM // CHUNK),
+    **dict.fromkeys(("dq", "dk", "dg", "dq2", "dk2", "dg2"), 4 * DIM),
+    **dict.fromkeys(("dAqk", "dAkk"), 4 * CHUNK),
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +93,20 @@ def test_handles_are_those_that_triton_would_choose(found: dict[str, Any]) -> No
     """For aligned inputs and for others."""
     assert len(found["handles"]) == 2 * sum(LAUNCHES.values())
     assert all(found["handles"])
+
+
+def test_a_backward_is_kept_less_than_by_fla(found: dict[str, Any]) -> None:
+    """R, the products of pairs and the inverse per token; the entering state and M per segment."""
+    sizes = [
+        (shape, math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize)
+        for shape, dtype in found["saved"]
+    ]
+    tokens = sum(size for shape, size in sizes if TOKENS in shape)
+    assert tokens == TOKENS * HEADS * 2 * (DIM + 2 * CHUNK)
+    assert sum(size for _, size in sizes) - tokens == 2 * HEADS * STATE
+    assert tokens < TOKENS * HEADS * sum(FLA_KEPT.values())
+
+
+def test_peak_memory_is_below_that_of_fla(found: dict[str, Any]) -> None:
+    """Ours with the outputs and all states; FLA's by its list, with the output alone."""
+    assert found["peak"] <= TOKENS * HEADS * (sum(FLA_ALIVE.values()) + 2 * DIM)

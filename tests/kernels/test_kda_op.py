@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import cptransport
+from cptransport.ops import chunk_kda
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check
 from cptransport.testing.op_rank import run_threads
+from cptransport_kernels.launch import count_launches
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="threads share no CUDA device")
 
@@ -45,3 +48,25 @@ def test_op_matches_recurrence(changes: dict[str, Any]) -> None:
     runs = run_threads(case, 120.0)
     check(case, runs)
     assert all(run.record is not None and run.record.engine == "triton" for run in runs)
+
+
+def test_a_compiled_program_runs_the_kernels() -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan([0, 9, 20], world_size=1), transport)
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(q: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> torch.Tensor:
+        o, _ = chunk_kda(q, q, q, -g.exp(), beta, cp_context=context, engine="triton")
+        return o.sin().sum()
+
+    shapes = ((1, 20, 1, 16), (1, 20, 1, 16), (1, 20, 1))
+    found = []
+    torch._dynamo.reset()
+    for run in (layer, torch.compile(layer, backend="aot_eager", fullgraph=True)):
+        x = [torch.randn(s, generator=generator.manual_seed(1)).requires_grad_() for s in shapes]
+        with count_launches() as launches:
+            run(*x).backward()
+        found.append((launches, [value.grad for value in x]))
+    (eager, want), (compiled, got) = found
+    assert compiled == eager
+    assert all(map(torch.equal, got, want))

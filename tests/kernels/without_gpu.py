@@ -8,12 +8,16 @@ A script, since Triton reads at import whether to interpret. It prints one JSON 
     calls       Python calls in this repository's code for them, once everything is cached
     operators   torch operators likewise, name -> number
     handles     per launch whether Triton itself would have launched the same compiled kernel
+    saved       [shape, dtype] of what a forward keeps for its backward, beside its inputs
+    peak        bytes alive at most in a forward and backward, beside what the caller holds
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,7 +38,7 @@ from cptransport.transport import BoundaryTransport
 from cptransport_kernels import launch
 
 REPOSITORY = str(Path(cptransport.__file__).parents[1])
-BT, HEADS, DIM = 64, 2, 128
+TOKENS, HEADS, DIM = 1024, 2, 128
 
 
 class _Utilities:
@@ -89,14 +93,15 @@ def tokens(dtype: torch.dtype, offset: int = 0) -> dict[str, torch.Tensor]:
         flat = torch.rand(count + offset).to(kind)
         return flat[offset:].view(shape).detach().requires_grad_()
 
-    shape = (1, BT, HEADS, DIM)
+    shape = (1, TOKENS, HEADS, DIM)
     x = {name: values(*shape, kind=dtype) for name in ("q", "k", "v")}
-    return {**x, "g": values(*shape), "beta": values(1, BT, HEADS)}
+    return {**x, "g": values(*shape), "beta": values(1, TOKENS, HEADS)}
 
 
-def interior() -> Callable[[int], None]:
-    """Return a forward and backward of rank 2 of 4, on inputs at an offset, with recorded peers."""
-    plan = cptransport.build_plan([0, 4 * BT], world_size=4)
+def interior() -> tuple[dict[int, dict[str, torch.Tensor]], Callable[[int], torch.Tensor]]:
+    """Return inputs of rank 2 of 4 by their offset, and a forward on those with recorded peers."""
+    os.environ["CULA_CP_COMPOSITION"] = "scan"
+    plan = cptransport.build_plan([0, 4 * TOKENS], world_size=4)
 
     def step(transport: BoundaryTransport) -> None:
         x = tokens(torch.float32)
@@ -107,15 +112,11 @@ def interior() -> Callable[[int], None]:
     transport = RecordedTransport(record(step, 4)[1][2])
     context = cptransport.CPContext(plan, transport)
     given = {offset: tokens(torch.bfloat16, offset) for offset in (0, 1)}
-    do = torch.ones(1, BT, HEADS, DIM, dtype=torch.bfloat16)
 
-    def run(offset: int) -> None:
-        o, _ = chunk_kda(**given[offset], cp_context=context, engine="triton")
-        o.backward(do)
-        for x in given[offset].values():
-            x.grad = None
+    def forward(offset: int) -> torch.Tensor:
+        return chunk_kda(**given[offset], cp_context=context, engine="triton")[0]
 
-    return run
+    return given, forward
 
 
 def ends() -> None:
@@ -135,7 +136,7 @@ def ends() -> None:
             options,
             outgoing,
         )
-        segments = [LocalSegment(0, BT, 0, first, last)]
+        segments = [LocalSegment(0, TOKENS, 0, first, last)]
         out = {"state": table, "transition": table}
         local = KDA_ENGINE.forward_local(inputs, segments, [Need(not last, False)], out)
         finished = KDA_ENGINE.forward_finish(local, lambda table=table: table)
@@ -174,6 +175,51 @@ class _Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class _Peak(TorchDispatchMode):
+    """Follow the memory of the tensors that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = 0
+        self.most = 0
+        self._known: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        made = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage() for x in args if isinstance(x, torch.Tensor)}
+        for x in made if isinstance(made, (tuple, list)) else [made]:
+            storage = x.untyped_storage()
+            if storage not in given and storage not in self._known:
+                self._known[storage] = None
+                self.alive += storage.nbytes()
+                self.most = max(self.most, self.alive)
+                weakref.finalize(storage, self._free, storage.nbytes())
+        return made
+
+    def _free(self, nbytes: int) -> None:
+        self.alive -= nbytes
+
+
+def memory(x: dict[str, torch.Tensor], forward: Callable[[], torch.Tensor]) -> dict[str, Any]:
+    """Return what ``saved`` and ``peak`` are."""
+    held = {value.untyped_storage().data_ptr() for value in x.values()}
+    saved: list[tuple[list[int], str]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in held:
+            saved.append((list(tensor.shape), str(tensor.dtype)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    do = torch.ones(x["v"].shape, dtype=x["v"].dtype)
+    with _Peak() as peak:
+        forward().backward(do)
+    return {"saved": saved, "peak": peak.most}
+
+
 def compare_handles(run: Callable[[], None]) -> list[bool]:
     """Ask Triton for the kernel of every launch, beside launching our own handle."""
     same = []
@@ -197,7 +243,14 @@ def main() -> None:
     driver.set_active(_Driver())
     type(KDA_ENGINE).eligible = lambda self, facts: None
     merge._kernel_serves = lambda *_: True
-    run = interior()
+    given, forward = interior()
+    do = torch.ones(1, TOKENS, HEADS, DIM, dtype=torch.bfloat16)
+
+    def run(offset: int) -> None:
+        forward(offset).backward(do)
+        for x in given[offset].values():
+            x.grad = None
+
     for _ in range(3):  # both generations of every slot
         run(0)
     launches.clear()
@@ -207,6 +260,7 @@ def main() -> None:
         run(0)
     found["operators"] = operators.seen
     found["handles"] = compare_handles(lambda: run(0)) + compare_handles(lambda: run(1))
+    found.update(memory(given[0], lambda: forward(0)))
     ends()
     print(json.dumps({**found, "kernels": kernels}))
 

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ops inside ``torch.compile``: whole graphs, the same values and gradients, nothing kept too long."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cptransport
+from cptransport.ops import causal_conv1d, chunk_kda, last_run, mamba_chunk_scan_combined, traced
+from cptransport.testing.recorded import RecordedTransport, record
+from cptransport.transport import BoundaryTransport
+
+OFFSETS = [0, 5, 5, 12]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+    gc.collect()
+    assert not traced._kept
+
+
+class Layer(torch.nn.Module):
+    """A projection, a convolution, one of the mixers, and its final states."""
+
+    def __init__(self, mixer: str, context: cptransport.CPContext, final: bool) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.context, self.final = context, final
+        self.mix: Callable[[Tensor], Any] = getattr(self, mixer)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=generator))
+
+        self.project = parameter(6, 24)
+        self.taps = parameter(24, 3)
+        states = context.plan.num_sequences
+        self.initial = parameter(states, 2, 3, 3)
+        self.A = parameter(2)
+
+    def kda(self, x: Tensor) -> Any:
+        q, k, v, g = (part.unflatten(-1, (2, 3)) for part in x.chunk(4, -1))
+        return chunk_kda(
+            q, k, v, g, g.sum(-1), cp_context=self.context, use_gate_in_kernel=True, A_log=self.A,
+            use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            initial_state=self.initial, output_final_state=self.final, engine="torch",
+        )  # fmt: skip
+
+    def ssd(self, x: Tensor) -> Any:
+        y, b, c, dt = (part.unflatten(-1, (2, 3)) for part in x.chunk(4, -1))
+        return mamba_chunk_scan_combined(
+            y, dt.sum(-1), -self.A.exp(), b, c, 16, cp_context=self.context, dt_softplus=True,
+            initial_states=self.initial, return_final_states=self.final, dt_limit=(0.0, 2.0),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = causal_conv1d(
+            x @ self.project, self.taps, cp_context=self.context, activation="silu"
+        )
+        found = self.mix(x)
+        o, final = found if isinstance(found, tuple) else (found, None)
+        loss = o.sin().square().sum()
+        return loss if final is None else loss + final.cos().sum()
+
+
+def gradients(run: Callable[[Tensor], Tensor], layer: Layer, tokens: int) -> list[Tensor | None]:
+    x = torch.randn(1, tokens, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    layer.zero_grad()
+    loss = run(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def check(layer: Layer, tokens: int, backend: str) -> None:
+    expected = gradients(layer, layer, tokens)
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(2):
+        for got, want in zip(gradients(compiled, layer, tokens), expected, strict=True):
+            assert got is not None
+            assert want is not None
+            assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("final", [False, True])
+@pytest.mark.parametrize("mixer", ["kda", "ssd"])
+def test_a_layer_is_one_graph_with_the_same_gradients(
+    mixer: str, final: bool, backend: str
+) -> None:
+    with cptransport.create_transport(backend="loopback") as transport:
+        plan = cptransport.build_plan(OFFSETS, world_size=1)
+        check(Layer(mixer, cptransport.CPContext(plan, transport), final), 12, backend)
+        assert last_run() is not None
+
+
+def test_a_rank_inside_a_chain() -> None:
+    """What the op exchanges is not part of the graph."""
+    plan = cptransport.build_plan([0, 16], world_size=4)
+
+    def step(transport: BoundaryTransport) -> None:
+        layer = Layer("kda", cptransport.CPContext(plan, transport), True)
+        gradients(layer, layer, 4)
+
+    transport = RecordedTransport(record(step, 4)[1][2])
+    check(Layer("kda", cptransport.CPContext(plan, transport), True), 4, "aot_eager")
+    assert transport.stats().bytes_received > 0
+
+
+def test_what_a_backward_needs_is_kept_until_it_has_run() -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    layer = Layer("kda", context, False)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    x = torch.randn(1, 12, 6)
+    first, second = compiled(x), compiled(x)
+    gc.collect()
+    assert len(traced._kept) == 4
+    second.backward()
+    del second
+    gc.collect()
+    assert len(traced._kept) == 2
+    first.backward(retain_graph=True)
+    first.backward()
+    with torch.no_grad():
+        assert torch.equal(compiled(x), first)
+    del first
+
+
+def test_errors_are_those_of_the_op() -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    compiled = torch.compile(Layer("kda", context, False), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="its plan says 12"):
+        compiled(torch.randn(1, 11, 6))
+
+
+def test_a_context_that_is_gone_is_missed() -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan([0, 2], world_size=1), transport)
+    key = context.key
+    assert cptransport.context.context_of(key) is context
+    del context
+    gc.collect()
+    with pytest.raises(cptransport.OpInputError, match="is gone"):
+        cptransport.context.context_of(key)
+
+
+def test_the_operator_describes_itself_rightly() -> None:
+    """Its schema, and what it says of its results, against what it does."""
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    x, weight = torch.randn(1, 12, 4), torch.randn(4, 3)
+    settings = '{"activation": null, "output_final_state": true, "engine": null}'
+    text = f'["causal_conv1d", "{context.key}", ["x", "weight"], [], {settings}]'
+    torch.library.opcheck(
+        torch.ops.cptransport.op, ([x, weight], text), test_utils=("test_schema", "test_faketensor")
+    )
