@@ -37,6 +37,7 @@ _OWN = {
     ("kda", "torch"): "cptransport.engines.torch:KDA_ENGINE",
     ("ssd", "torch"): "cptransport.engines.torch:SSD_ENGINE",
     ("kda", "triton"): "cptransport.engines.triton:KDA_ENGINE",
+    ("ssd", "triton"): "cptransport.engines.triton:SSD_ENGINE",
 }
 #: Those of packages beside this one, found by name where they are only on the path; an entry point
 #: comes first.
