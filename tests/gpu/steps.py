@@ -215,16 +215,18 @@ def _kernels(out: Path) -> list[Step]:
 # ------------------------------------------------------------------------------------------------- C
 
 
-def _boundary(group: str, backends: Sequence[str], ranks: int, limit_s: float) -> Step:
+def _boundary(group: str, ranks: int, *more: str, limit_s: float) -> Step:
+    """All backends; the slowest part is to start their ranks."""
+    backends = (*ONE_SIDED, "nccl", CUDNN)
     named = [word for backend in backends for word in ("--backend", backend)]
     return Step(
         f"bench boundary {ranks}",
         group,
         (
             *("boundary", *named, "--world-size", str(ranks), "--heads", "8"),
-            *("--direction", "forward", "--direction", "backward", *PUBLISHED),
+            *(*more, *PUBLISHED),
         ),
-        estimate_s=20 * len(backends),
+        estimate_s=26 * len(backends),
         limit_s=limit_s,
         bench=True,
         alone=True,
@@ -300,7 +302,7 @@ def _times(out: Path) -> list[Step]:
     both = ("triton", "cudnn")
     return [
         _kda("bench kda 2048x16", ["2048x16"], both, ["fla", "cudnn"]),
-        _boundary("C", (*ONE_SIDED, "nccl", CUDNN), 4, 240),
+        _boundary("C", 4, "--composition", "gather", limit_s=260),
         Step(
             "bench mamba2",
             "C",
@@ -325,7 +327,7 @@ def _times(out: Path) -> list[Step]:
             for ranks in (2, 4)
             for heads in (64, 32)
         ),
-        _boundary("C", (*ONE_SIDED, "nccl", CUDNN), 2, 240),
+        _boundary("C", 2, "--composition", "gather", limit_s=260),
         _overlap("C", "cupy_ipc", 2, ["2048x16"]),
     ]
 
@@ -369,7 +371,8 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
     lengths = [4096, 16384, 65536] + ([131072] if ranks > 2 else [])
     full = [f"{length // ranks}x64" for length in lengths]
     small = [f"{length // ranks}x32" for length in lengths[:2]]
-    whole = _boundary("D", BACKENDS, ranks, 280)
+    both = ("--direction", "forward", "--direction", "backward")
+    few = () if ranks > 2 else ("--composition", "gather")
     made = [
         *(step for backend in BACKENDS for step in _contract("D", out, backend, ranks)),
         Step("faults", "D", ("tests/gpu/test_faults_gpu.py",), 60, 150, rehearsal=None),
@@ -381,16 +384,7 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
             120,
             280,
         ),
-        Step(
-            f"bench boundary {ranks}",
-            "D",
-            (*whole.arguments, *one_each),
-            estimate_s=110,
-            limit_s=280,
-            bench=True,
-            alone=True,
-            rehearsal=whole.rehearsal,
-        ),
+        _boundary("D", ranks, *one_each, *both, *few, limit_s=290),
         Step(
             f"bench kda ranks {ranks}",
             "D",
