@@ -12,12 +12,34 @@ from functools import lru_cache
 
 import torch
 
-__all__ = ["HEAD_DIMS", "ConvConfig", "KDAConfig", "conv_config", "kda_config", "piece_tokens"]
+__all__ = [
+    "HEAD_DIMS",
+    "ConvConfig",
+    "KDAConfig",
+    "conv_config",
+    "head_dims",
+    "kda_config",
+    "piece_tokens",
+]
 
-#: Key and value sizes the kernels are written for; others are padded. None below 64: with chunks
-#: of 64 tokens, Triton 3.6 was seen to compile products with 16 and 32 bfloat16 columns to wrong
-#: results and out-of-range shared addresses on sm_90.
+#: Key and value sizes the kernels are written for; others are padded.
 HEAD_DIMS = (64, 128, 256)
+#: And where no product is wide enough for Hopper's warp group instructions.
+NARROW_HEAD_DIMS = (16, 32, *HEAD_DIMS)
+
+
+def head_dims(input_dtypes: tuple[torch.dtype, ...], key_dim: int) -> tuple[int, ...]:
+    """Return the key and value sizes that serve q, k, v of these dtypes and K.
+
+    bfloat16 has none below 64: with chunks of 64 tokens, Triton 3.6 was seen to compile products
+    with 16 and 32 columns to wrong results and out-of-range shared addresses on sm_90. Others
+    reported such addresses from 3.6 to 3.7.1, for kernels of several products and blocks of 32,
+    and none with 3.5.1 (github.com/triton-lang/triton, issues 10486 and 11366). With chunks of 32
+    tokens and K below 64 every product has at most 32 rows, and is compiled to the instructions of
+    sm_80.
+    """
+    narrow = key_dim <= 32 and any(dtype != torch.bfloat16 for dtype in input_dtypes)
+    return NARROW_HEAD_DIMS if narrow else HEAD_DIMS
 
 
 @dataclass(frozen=True)
@@ -137,7 +159,7 @@ class ConvConfig:
 
     Attributes:
         walk: the backward keeps the last W inputs and gradients in registers.
-        span: tokens of one program of the backward.
+        span: tokens of one program of the backward, at least W - 1 where it walks.
         forward, backward, rows, reduce: per kernel. The backward's tokens are those of one step.
     """
 

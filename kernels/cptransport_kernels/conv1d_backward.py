@@ -151,7 +151,8 @@ def conv_bwd_kernel(
                 o_dx += D
                 if p_edges is not None:  # noqa: SIM102
                     if (u < start + H) | (u >= stop):
-                        m_halo = (u < start + H) & (t0 == start)
+                        # In first spans only: no span but the last is shorter than a halo.
+                        m_halo = u < start + H
                         edge = halo + tl.where(m_halo, halo_rows + u - start, u - stop)
                         m_edge = m_d & (m_halo | (m_row & (u >= stop)))
                         _store_edge(p_edges, p_table, b_dx, edge, halo_rows, m_edge, i_b, o_d, B, D)

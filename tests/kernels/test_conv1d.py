@@ -122,6 +122,8 @@ def test_the_wide_backward_serves_narrow_convolutions_too(
 ) -> None:
     monkeypatch.setattr(conv1d_triton, "conv_config", lambda w: small(w, walk=False))
     right(width=width, layout="zigzag", strided=True, world_size=2, value_dim=19)
+    if width == 2:  # segments of several spans
+        right(width=width, cu_seqlens=(0, 3, 60), world_size=2)
 
 
 @pytest.mark.parametrize("seed", range(4))
