@@ -15,7 +15,11 @@ _LOOK_S = 0.25
 
 
 class PeerWatch:
-    """A thread that calls ``found`` once, when a peer has left a record, and ends.
+    """A thread that calls ``found`` once, when a peer's record dooms what this rank waits for, and ends.
+
+    It does when this rank has staged something in its step, so that it cannot raise an error of its own
+    there any more and go on; and after a second look, since what the peer has published before may
+    still be under way.
 
     Args:
         control: whose records.
@@ -42,9 +46,13 @@ class PeerWatch:
 
 
 def _look(control: ControlPlane, found: Callable[[], None], stopped: threading.Event) -> None:
+    seen = 0
     while not stopped.wait(_LOOK_S):
         try:
             control.check()
+            seen = 0
         except PeerFailedError:
+            seen = seen + 1 if control.staged else 0
+        if seen == 2:
             found()
             return

@@ -35,11 +35,18 @@ import torch
 from torch import Tensor
 
 from cptransport.backend import Generation, TransportBase
-from cptransport.transport import Capabilities, Gathered, PartSpec, Selection, Slot
+from cptransport.transport import (
+    BoundaryTransport,
+    Capabilities,
+    Gathered,
+    PartSpec,
+    Selection,
+    Slot,
+)
+from cptransport.transports import gloo
 from cptransport.transports.gloo import GlooTransport
-from cptransport.transports.gloo import create as create_gloo
+from cptransport_nccl import BACKEND as NCCL
 from cptransport_nccl.transport import NcclTransport
-from cptransport_nccl.transport import create as create_nccl
 
 __all__ = ["CAPABILITIES", "DenseGloo", "DenseNccl", "DensePart", "create", "workspace_bytes"]
 
@@ -210,12 +217,12 @@ class DenseNccl(_Dense, NcclTransport):
         return self._dense_table(current, part)
 
 
-def create(group: Any, device: Any, timeout_s: float, **options: Any) -> TransportBase:
+def create(group: Any, device: Any, timeout_s: float, **options: Any) -> BoundaryTransport:
     """Make the transport of a group; collective.
 
     Raises:
         BackendUnavailableError: NCCL or gloo cannot connect the group.
     """
     if torch.device(device).type == "cuda":
-        return create_nccl(group, device, timeout_s, kind=DenseNccl)
-    return create_gloo(group, device, timeout_s, kind=DenseGloo)
+        return NCCL.create(group, device, timeout_s, kind=DenseNccl)
+    return gloo.BACKEND.create(group, device, timeout_s, kind=DenseGloo)

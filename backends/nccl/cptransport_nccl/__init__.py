@@ -40,7 +40,7 @@ def _create(
     reason = _why_not(torch.device(device))
     if reason is not None:
         raise BackendUnavailableError(reason)
-    from cptransport_nccl.transport import create
+    from cptransport_nccl.create import create
 
     return create(group, device, timeout_s, **options)
 

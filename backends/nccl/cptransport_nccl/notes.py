@@ -1,12 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hosts tell each other beside NCCL: who has asked for what, and who waits for what."""
+"""What hosts tell each other beside NCCL: who has asked for what, who waits for what, what each has sent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 __all__ = ["Notes"]
+
+#: How long a call from the watchdog's thread may last: its own clock must go on.
+_LIMIT_S = 0.3
+
+T = TypeVar("T")
 
 
 class Notes:
@@ -21,6 +28,7 @@ class Notes:
         self._store = store
         self._rank = rank
         self._expected: dict[tuple[str, int], list[int]] = {}
+        self._asking: threading.Thread | None = None
 
     def expect(self, slot: str, generation: int, destinations: Sequence[int]) -> None:
         """Remember whom a generation went to."""
@@ -46,9 +54,41 @@ class Notes:
 
     def waits(self, work: str) -> None:
         """Say that this rank has come to a piece of work and waits for others there."""
-        self._store.set(f"waits/{work}/{self._rank}", "")
+        self._limited(lambda: self._store.set(f"waits/{work}/{self._rank}", ""), None)
 
     def absent(self, work: str, peers: Sequence[int]) -> list[int]:
         """Return the peers that have not said that of the same work; all of them when all have."""
-        left = [rank for rank in peers if not self._store.check([f"waits/{work}/{rank}"])]
-        return left or list(peers)
+
+        def look() -> list[int]:
+            return [rank for rank in peers if not self._store.check([f"waits/{work}/{rank}"])]
+
+        return self._limited(look, []) or list(peers)
+
+    def tell_order(self, text: str) -> None:
+        """Say what this rank has sent so far, in place of what it said before."""
+        self._limited(lambda: self._store.set(f"order/{self._rank}", text), None)
+
+    def orders(self, world_size: int) -> list[str]:
+        """Return what every rank last said of that, by rank; empty where nothing or no answer."""
+        keys = [f"order/{rank}" for rank in range(world_size)]
+
+        def look() -> list[str]:
+            store = self._store
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+
+        return self._limited(look, [""] * world_size)
+
+    def _limited(self, call: Callable[[], T], otherwise: T) -> T:
+        """Call the store on a thread of its own; give up at the limit, and while a call before has no answer."""
+        answers: list[T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):  # the store is gone; the control plane says so
+                answers.append(call())
+
+        if self._asking is not None and self._asking.is_alive():
+            return otherwise
+        self._asking = threading.Thread(target=ask, name="cpt-nccl-notes", daemon=True)
+        self._asking.start()
+        self._asking.join(_LIMIT_S)
+        return answers[0] if answers else otherwise

@@ -13,16 +13,16 @@ Picture, one rank, current stream above, communication stream below::
 * In a handoff ``fetch`` comes first: the receives are one group there, the sends one at
   ``publish``.
 * What nobody looked at is received at the next ``stage``.
+* All slots with routes share a lane (communicator and stream), so two ranks must issue what they have
+  to say to each other through them in one order; ``order`` notices where they do not. Barriers have
+  a lane of their own and may come between any two verbs.
 * Without routes a receiver knows a message only when it asks for it, in any order of slots and
   sources, while NCCL matches messages of a pair in the order they are sent. So such a slot has a
-  lane (communicator and stream) of its own per source, on which that rank sends and all others
+  lane of its own per source, on which that rank sends and all others
   receive: nobody's receive is ever behind a send of its own, and what a send waits for are takes of
   its own and earlier generations of the slot. NCCL takes a small message off the sender whether it
   is received or not: that it was, the receiver's host says through the group's store, and the
   sender's ``stage`` two generations later looks there.
-
-Lanes are made when a slot first needs them, in its ``stage``, and connect to all peers at once, so
-that no other verb waits for a connection.
 
 Memory: staged and received tensors are double-buffered; ``stage`` of g makes the current stream
 wait for the sends of g-2, and every group waits for the current stream, so receives of g cannot
@@ -34,36 +34,23 @@ the next verb raises.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from cptransport.backend import ControlPlane, Generation, TransportBase, group_store
-from cptransport.errors import (
-    BackendUnavailableError,
-    PeerFailedError,
-    TransportError,
-    TransportTimeoutError,
-)
+from cptransport.backend import ControlPlane, Generation
+from cptransport.errors import TransportError
 from cptransport.transport import Capabilities, PartSpec
-from cptransport_nccl.library import Communicator, NcclError, unique_id
+from cptransport_nccl.lanes import ROUTES, LanesTransport, still_used
+from cptransport_nccl.library import Communicator
 from cptransport_nccl.notes import Notes
-from cptransport_nccl.watchdog import Watchdog, Work
 
-__all__ = ["CAPABILITIES", "NcclTransport", "create"]
+__all__ = ["CAPABILITIES", "NcclTransport"]
 
 CAPABILITIES = Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True)
-
-#: The lane of everything with routes, and of barriers.
-_ROUTES = "routes"
 
 #: (part, source, destination, first row or None for the whole part, number of rows)
 _Move = tuple[PartSpec, int, int, int, int]
@@ -88,15 +75,7 @@ class _Traffic:
     asked: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class _Lane:
-    """A communicator and the stream that its work is on."""
-
-    communicator: Communicator
-    stream: torch.cuda.Stream
-
-
-class NcclTransport(TransportBase):
+class NcclTransport(LanesTransport):
     """One rank's end; see the module docstring."""
 
     def __init__(
@@ -107,23 +86,9 @@ class NcclTransport(TransportBase):
         identity: Callable[[str], bytes],
         notes: Notes,
     ) -> None:
-        super().__init__(
-            "nccl", device=device, control=control, timeout_s=timeout_s, capabilities=CAPABILITIES
-        )
-        self._identity = identity
-        self._notes = notes
         self._memory: dict[tuple[str, ...], Tensor] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
-        self._error: BaseException | None = None
-        self._lanes: dict[str, _Lane] = {}
-        self._barriers = 0
-        self._token = torch.zeros(2, dtype=torch.uint8, device=device)
-        self._watchdog = Watchdog(timeout_s, self._failure, self._late, self._expire)
-        try:
-            self._lane(_ROUTES)
-        except BaseException:
-            self._close(broken=True)
-            raise
+        super().__init__(control, device, timeout_s, CAPABILITIES, identity, notes)
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         name, number = current.slot.name, current.number
@@ -174,7 +139,7 @@ class NcclTransport(TransportBase):
             if move[1] == self.rank or receive
         ]
         dense = [p for p in current.slot.parts if receive and self._is_dense(p)]
-        event = self._issue(_ROUTES, current, moves, dense)
+        event = self._issue(ROUTES, current, moves, dense)
         if receive:
             traffic.arrived = event
         free = [part for part in current.slot.parts if part.routes is None]
@@ -206,40 +171,10 @@ class NcclTransport(TransportBase):
                 stream.wait_event(event)
         return {(part.name, source): self._target(current, part, source) for part, source in wanted}
 
-    def _barrier(self) -> None:
-        def post(comm: Communicator, stream: int) -> None:
-            comm.all_reduce(self._token.data_ptr(), 1, stream)
-
-        self._barriers += 1
-        event = self._run(_ROUTES, None, tuple(self._others()), post)
-        torch.cuda.current_stream(self.device).wait_event(event)
-
-    def _reported(self) -> BaseException | None:
-        return self._error
-
-    def _interrupt(self) -> None:
-        for lane in tuple(self._lanes.values()):
-            lane.communicator.abort()
-
     def _close(self, broken: bool) -> None:
-        try:
-            if not broken:
-                for lane in self._lanes.values():
-                    lane.stream.synchronize()
-                if self._error is None:
-                    for lane in self._lanes.values():
-                        lane.communicator.destroy()
-        except (NcclError, TransportError):
-            pass  # a peer is gone; ours goes too
-        finally:
-            self._watchdog.stop()
-            self._interrupt()
-            self._lanes.clear()
-            self._traffic.clear()
-            self._memory.clear()
-
-    def _others(self) -> Iterable[int]:
-        return (rank for rank in range(self.world_size) if rank != self.rank)
+        super()._close(broken)
+        self._traffic.clear()
+        self._memory.clear()
 
     def _is_dense(self, part: PartSpec) -> bool:
         """Whether a part goes whole from every rank to every other: a typed all-gather."""
@@ -278,7 +213,7 @@ class NcclTransport(TransportBase):
                 + f": part {dense[0].name!r} goes from every rank to every other, so publish comes first"
             )
         moves = [m for part in parts for m in self._moves_of(part) if m[2] == self.rank]
-        traffic.arrived = self._issue(_ROUTES, current, moves, [])
+        traffic.arrived = self._issue(ROUTES, current, moves, [])
 
     def _issue(
         self,
@@ -292,8 +227,11 @@ class NcclTransport(TransportBase):
         dense = [p for p in dense if p.nbytes]
         if not moves and not dense:
             return None
-        peers = {m[1] if m[2] == self.rank else m[2] for m in moves}
-        peers |= set(self._others()) if dense else set()
+        all_others = set(self._others()) if dense else set()
+        to = {move[2] for move in moves if move[1] == self.rank} | all_others
+        of = {move[1] for move in moves if move[2] == self.rank} | all_others
+        if lane == ROUTES:
+            self._order.issued(current.slot.name, current.step, to, of)
 
         def post(comm: Communicator, stream: int) -> None:
             for part in dense:
@@ -310,131 +248,9 @@ class NcclTransport(TransportBase):
                     address = self._target(current, part, source).data_ptr() + offset
                     comm.receive(address, nbytes, source, stream)
 
-        event = self._run(lane, current, tuple(sorted(peers)), post)
+        event = self._run(lane, current, tuple(sorted(to | of)), post)
         self._traffic[current.slot.name, current.number].done.append(event)
         return event
-
-    def _run(
-        self,
-        lane: str,
-        current: Generation | None,
-        peers: tuple[int, ...],
-        post: Callable[[Communicator, int], None],
-    ) -> torch.cuda.Event:
-        """Run NCCL calls on a lane, after the current stream's work so far."""
-        stream = torch.cuda.current_stream(self.device)
-        comm, communication = self._lanes[lane].communicator, self._lanes[lane].stream
-        communication.wait_stream(stream)
-        what = self._where(current) if current else "barrier"
-        with self._mapped(what), torch.cuda.device(self.device), comm.group(what):
-            post(comm, communication.cuda_stream)
-        event = torch.cuda.Event()
-        event.record(communication)
-        if torch.cuda.is_current_stream_capturing():
-            stream.wait_event(event)  # a capture must not leave work that nothing waits for
-        else:
-            slot = current.slot.name if current else None
-            number = current.number if current else self._barriers
-            self._watchdog.watch(communication.cuda_stream, slot, number, peers)
-        return event
-
-    def _lane(self, name: str, sender: int | None = None) -> None:
-        """Make a lane at its first use and connect it; collective then.
-
-        Args:
-            name: of the lane.
-            sender: the only rank that sends on it; None: all do.
-        """
-        if name in self._lanes or self.world_size == 1:
-            return
-        identity = self._identity(name)
-
-        def missing() -> list[int]:
-            return list(self._others())
-
-        def wait(arrived: Callable[[float], bool], what: str) -> None:
-            self._wait(arrived, what, missing=missing)
-
-        with self._mapped("connect"), torch.cuda.device(self.device):
-            comm = Communicator(identity, self.rank, self.world_size, wait)
-        lane = self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
-
-        def post(comm: Communicator, stream: int) -> None:
-            for peer in self._others():
-                if sender in (None, self.rank):
-                    comm.send(self._token.data_ptr(), 1, peer, stream)
-                if sender in (None, peer):
-                    comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
-
-        self._run(name, None, tuple(self._others()), post)
-        if name == _ROUTES:
-            table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
-
-            def post_all(comm: Communicator, stream: int) -> None:
-                comm.all_gather(self._token.data_ptr(), table.data_ptr(), 1, stream)
-                comm.all_reduce(self._token.data_ptr(), 1, stream)
-
-            self._run(name, None, tuple(self._others()), post_all)
-            still_used(table, lane.stream)
-        self._wait(
-            lambda seconds: self._drained(lane.stream, seconds),
-            "connecting to the peers",
-            missing=missing,
-        )
-
-    def _drained(self, stream: torch.cuda.Stream, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not stream.query():
-            if self._error is not None:
-                raise self._error
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.0005)
-        return True
-
-    @contextmanager
-    def _mapped(self, what: str) -> Iterator[None]:
-        """Map NCCL's errors to ours, with their cause."""
-        try:
-            yield
-        except NcclError as error:
-            if self._error is not None:
-                raise self._error from error
-            self.control.check()
-            raise PeerFailedError(f"rank {self.rank}: {what}: {error}") from error
-
-    def _failure(self) -> BaseException | None:
-        """What peers or NCCL report while work is pending; runs on the watchdog's thread."""
-        try:
-            self.control.check()
-        except PeerFailedError as error:
-            return error
-        for lane in tuple(self._lanes.values()):
-            problem = lane.communicator.failure()
-            if problem is not None:
-                return PeerFailedError(f"NCCL reports: {problem}")
-        return None
-
-    def _late(self, work: Work) -> None:
-        """Tell peers that this rank is there; runs on the watchdog's thread."""
-        self._notes.waits(work.name)
-
-    def _expire(self, work: Work, error: BaseException | None) -> None:
-        """Remember why, then abort; runs on the watchdog's thread."""
-        if error is None:
-            place = f"slot {work.slot!r}, generation {work.generation}" if work.slot else "barrier"
-            peers = self._notes.absent(work.name, work.peers)
-            error = TransportTimeoutError(
-                f"rank {self.rank}: {place}: waited {self.timeout_s:g} s inside NCCL for "
-                + (f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"),
-                peer=peers[0] if len(peers) == 1 else None,
-                slot=work.slot,
-                generation=work.generation if work.slot else None,
-                waited_s=self.timeout_s,
-                missing=peers,
-            )
-        self._error = error
-        self._interrupt()
 
     def _target(self, current: Generation, part: PartSpec, source: int) -> Tensor:
         """The tensor that a source's part is received into."""
@@ -463,11 +279,6 @@ class NcclTransport(TransportBase):
         return memory[: part.nbytes].view(part.dtype).view(part.shape)
 
 
-def still_used(memory: Tensor, stream: torch.cuda.Stream) -> None:
-    """Keep memory that may be freed soon until a stream has done its work so far."""
-    memory.record_stream(stream)
-
-
 def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
     """Cut ascending rows into runs ``(first, count)``."""
     found: list[tuple[int, int]] = []
@@ -477,52 +288,3 @@ def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
         else:
             found.append((row, 1))
     return found
-
-
-def create(
-    group: Any,
-    device: Any,
-    timeout_s: float,
-    kind: type[NcclTransport] = NcclTransport,
-    **options: Any,
-) -> NcclTransport:
-    """Make the transport of a group; collective.
-
-    Args:
-        group, device, timeout_s: as ``BackendSpec.create``.
-        kind: the class to make; backends may build on this one.
-
-    Raises:
-        BackendUnavailableError: two ranks share a GPU, or NCCL cannot connect them.
-    """
-    device = torch.device(device)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    torch.cuda.init()
-    control = ControlPlane(
-        group_store(group, "control"), dist.get_rank(group), dist.get_world_size(group), timeout_s
-    )
-    places = control.exchange(_place(device), "nccl: devices of the ranks")
-    shared = {p: [r for r, q in enumerate(places) if q == p] for p in places if places.count(p) > 1}
-    if shared:
-        ranks = next(iter(shared.values()))
-        raise BackendUnavailableError(
-            f"ranks {ranks} share one GPU, which NCCL refuses; give every rank a GPU of its own, or a "
-            "NCCL_HOSTID of its own (with NCCL_SOCKET_IFNAME=lo NCCL_IB_DISABLE=1; slow, for tests), "
-            "or use gloo or cupy_ipc"
-        )
-
-    def identity(name: str) -> bytes:
-        mine = unique_id().hex() if control.rank == 0 else ""
-        return bytes.fromhex(control.exchange(mine, f"nccl: id of communicator {name!r}")[0])
-
-    try:
-        notes = Notes(group_store(group, "nccl notes"), control.rank)
-        return kind(control, device, timeout_s, identity, notes)
-    except (NcclError, PeerFailedError) as error:
-        raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
-
-
-def _place(device: torch.device) -> str:
-    host = os.environ.get("NCCL_HOSTID") or socket.gethostname()
-    return f"{host}/{torch.cuda.get_device_properties(device).uuid}"

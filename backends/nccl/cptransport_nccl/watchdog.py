@@ -22,6 +22,7 @@ import torch
 __all__ = ["Watchdog", "Work"]
 
 _POLL_S = 0.05
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Watchdog:
         late: called on the thread with work that has used half of its time.
         expired: called on the thread with the oldest work and the error (None: the deadline
             passed). Afterwards the thread ends.
+        look: called on the thread now and then while there is work.
     """
 
     def __init__(
@@ -90,11 +92,14 @@ class Watchdog:
         failed: Callable[[], BaseException | None],
         late: Callable[[Work], None],
         expired: Callable[[Work, BaseException | None], None],
+        look: Callable[[], None],
     ) -> None:
         self._timeout_s = timeout_s
         self._failed = failed
         self._late = late
         self._expired = expired
+        self._look = look
+        self._looked = time.monotonic()
         self._lanes: dict[int, _Lane] = {}
         self._wake = threading.Event()
         self._stopped = False
@@ -123,6 +128,7 @@ class Watchdog:
         while not self._stopped:
             self._wake.wait()
             self._wake.clear()
+            self._look_around()
             while not self._stopped and (oldest := self._oldest()) is not None:
                 waited = time.monotonic() - oldest.started
                 error = self._failed() if waited > min(2 * _POLL_S, self._timeout_s / 4) else None
@@ -134,6 +140,12 @@ class Watchdog:
                     told = oldest
                     self._late(oldest)
                 time.sleep(min(_POLL_S, self._timeout_s / 8))
+                self._look_around()
+
+    def _look_around(self) -> None:
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._looked = time.monotonic()
+            self._look()
 
     def _oldest(self) -> Work | None:
         """Return what has been pending longest on any stream."""

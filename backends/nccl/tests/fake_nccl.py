@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import cptransport_nccl.lanes
 import cptransport_nccl.transport
 import cptransport_nccl.watchdog
 from cptransport.backend import BackendSpec, ControlPlane
@@ -269,9 +270,11 @@ def still_used(memory: Any, stream: Stream) -> None:
 def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **options: Any) -> Any:
     """Make the transport, or a kind of it, on this thread."""
     module: Any = cptransport_nccl.transport
+    lanes: Any = cptransport_nccl.lanes
     watchdog: Any = cptransport_nccl.watchdog
-    module.torch, watchdog.torch = _Torch(), _PinnedTorch()
-    module.Communicator, module.still_used, watchdog._driver = Communicator, still_used, _Driver
+    module.torch, lanes.torch, watchdog.torch = _Torch(), _Torch(), _PinnedTorch()
+    lanes.Communicator, watchdog._driver = Communicator, _Driver
+    module.still_used = lanes.still_used = still_used
     world = current_world()
     assert world is not None
     store, rank = selection_store()
