@@ -37,7 +37,7 @@ from cptransport.control import ControlPlane, group_store, require_group_member
 from cptransport.errors import BackendUnavailableError, PeerFailedError, TransportTimeoutError
 from cptransport.transport import TRANSPORT_API_VERSION, Capabilities, PartSpec
 
-__all__ = ["BACKEND", "GlooTransport", "create"]
+__all__ = ["BACKEND", "GlooTransport"]
 
 _CAPABILITIES = Capabilities(
     device_types=("cpu", "cuda"), shared_device=True, cross_host=True, host_staged=True
@@ -47,6 +47,7 @@ _TAG_GENERATIONS = 256  # of one part that tags tell apart; two are under way at
 _TAG_STEPS = 64  # op steps that tags tell apart: a rank that left a step out is not understood
 _TAG_MOVES = 1 << 30  # activations; far above what slots use
 
+_BARRIER = "barrier"
 _STOP_S = 1.0  # limit of waiting for a thread that has been interrupted
 
 
@@ -209,7 +210,7 @@ class GlooTransport(TransportBase):
             late = [rank for rank, count in enumerate(notes) if int(count or 0) < self._barriers]
             return [rank for rank in late if rank != self.rank]
 
-        self._run(call, "barrier", None, missing)
+        self._run(call, _BARRIER, None, missing)
 
     def _move(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], method: str) -> None:
         self._rounds += 1
@@ -321,8 +322,9 @@ class GlooTransport(TransportBase):
         except RuntimeError as error:
             self.control.check()  # a peer that left a record says more than a closed connection
             place = f" ({self._where(current)})" if current else ""
-            # Whoever has arrived at a barrier may still be the one that was lost.
-            left = missing() or [rank for rank in range(self.world_size) if rank != self.rank]
+            left = [rank for rank in range(self.world_size) if rank != self.rank]
+            if what != _BARRIER:  # there, whoever has arrived may be the one that was lost
+                left = missing() or left
             ranks = f"rank {left[0]}" if len(left) == 1 else f"one of ranks {left}"
             raise PeerFailedError(
                 f"rank {self.rank}: {what}{place}: lost {ranks}: {error}",
@@ -388,18 +390,14 @@ def _connect(store: Any, rank: int, world_size: int, limit: timedelta) -> Any:
     return gloo(store, rank, world_size, options)
 
 
-def create(
-    group: Any, device: Any, timeout_s: float, kind: type[GlooTransport] = GlooTransport
+def _create(
+    group: Any,
+    device: Any,
+    timeout_s: float,
+    kind: type[GlooTransport] = GlooTransport,
+    **options: Any,
 ) -> GlooTransport:
-    """Make the transport of a group; collective.
-
-    Args:
-        group, device, timeout_s: as ``BackendSpec.create``.
-        kind: the class to make; backends may build on this one.
-
-    Raises:
-        BackendUnavailableError: gloo cannot connect the group.
-    """
+    """Make the transport; ``kind`` is its class, for backends that build on this one."""
     rank = dist.get_rank(group)
     require_group_member(rank)
     world_size = dist.get_world_size(group)
@@ -410,10 +408,6 @@ def create(
     except RuntimeError as error:
         raise BackendUnavailableError(f"gloo could not connect the group: {error}") from error
     return kind(process_group, control, torch.device(device), timeout_s)
-
-
-def _create(group: Any, device: Any, timeout_s: float, **options: Any) -> GlooTransport:
-    return create(group, device, timeout_s)
 
 
 BACKEND = BackendSpec(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -109,44 +110,40 @@ def _layers(ranks: Ranks, layers: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    ("backend", "processes"), [("cudnn_summary", True), ("fake_dense_nccl:BACKEND", False)]
+@pytest.fixture(
+    scope="module",
+    params=[("cudnn_summary", True, 3), ("fake_dense_nccl:BACKEND", False, 4)],
+    ids=["gloo", "nccl"],
 )
-def test_one_workspace_serves_all_layers(
-    backend: str, processes: bool, stand_in_for_nccl: None
-) -> None:
-    size, layers = 3, 5
-    with RankPool(backend, size, processes=processes) as pool:
-        for row in pool.run(_layers, transport=False, layers=layers):
-            assert row["addresses"] == 1
-            assert row["held"][1:] == row["held"][1:2] * (layers - 1)
-            # Dense tables, and what this rank stages twice.
-            assert row["held"][-1] == row["expected"] + 2 * sum(row["sizes"].values())
-            # What arrived: every rank's part from every other, asked for or not.
-            for name, nbytes in row["sizes"].items():
-                arrived = row["stats"].by_part[name]
-                assert arrived.bytes_received == arrived.bytes_sent == layers * (size - 1) * nbytes
+def pool(request: pytest.FixtureRequest, stand_in_for_nccl: None) -> Iterator[RankPool]:
+    """Ranks on the transport: processes over gloo, and threads over the stand-in for NCCL."""
+    backend, processes, world_size = request.param
+    with RankPool(backend, world_size, processes=processes) as made:
+        yield made
+
+
+def test_one_workspace_serves_all_layers(pool: RankPool) -> None:
+    size, layers = pool.world_size, 5
+    for row in pool.run(_layers, transport=False, layers=layers):
+        assert row["addresses"] == 1
+        assert row["held"][1:] == row["held"][1:2] * (layers - 1)
+        # Dense tables, and what this rank stages twice.
+        assert row["held"][-1] == row["expected"] + 2 * sum(row["sizes"].values())
+        # What arrived: every rank's part from every other, asked for or not.
+        for name, nbytes in row["sizes"].items():
+            arrived = row["stats"].by_part[name]
+            assert arrived.bytes_received == arrived.bytes_sent == layers * (size - 1) * nbytes
 
 
 @pytest.mark.parametrize("op", ["kda", "ssd"])
-@pytest.mark.parametrize(
-    ("backend", "processes", "world_size"),
-    [("cudnn_summary", True, 3), ("fake_dense_nccl:BACKEND", False, 4)],
-)
-def test_ops(
-    op: str, backend: str, processes: bool, world_size: int, stand_in_for_nccl: None
-) -> None:
+def test_ops(op: str, pool: RankPool) -> None:
     """Random calls against the recurrence; at least the bytes that the plan says."""
-    with RankPool(backend, world_size, processes=processes) as pool:
-        done = 0
-        for seed in range(20):
-            rng = random.Random(f"{op}/{seed}/dense")
-            spec = random_spec(rng, op, world_size=world_size, dtype="float64")
-            if spec.composition == "handoff":
-                continue  # the transport is not pairwise
-            runs = pool.run(run_specs, specs=[spec.to_json()])
-            check(OpCase.of(spec), [rank[0] for rank in runs], exact_bytes=False)
-            done += 1
-            if done == 5:
-                break
-        assert done == 5
+    rngs = (random.Random(f"{op}/{seed}/dense") for seed in range(20))
+    specs = (random_spec(rng, op, world_size=pool.world_size, dtype="float64") for rng in rngs)
+    # Not pairwise, so without a handoff.
+    chosen = [spec for spec in specs if spec.composition != "handoff"][:5]
+    assert len(chosen) == 5
+    for spec in chosen:
+        # One at a time: ranks that are threads share the variables that a call is made under.
+        runs = pool.run(run_specs, specs=[spec.to_json()])
+        check(OpCase.of(spec), [rank[0] for rank in runs], exact_bytes=False)
