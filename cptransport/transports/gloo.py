@@ -322,7 +322,7 @@ class GlooTransport(TransportBase):
         except RuntimeError as error:
             self.control.check()  # a peer that left a record says more than a closed connection
             place = f" ({self._where(current)})" if current else ""
-            left = [rank for rank in range(self.world_size) if rank != self.rank]
+            left: Sequence[int] = [r for r in range(self.world_size) if r != self.rank]
             if what != _BARRIER:  # there, whoever has arrived may be the one that was lost
                 left = missing() or left
             ranks = f"rank {left[0]}" if len(left) == 1 else f"one of ranks {left}"
