@@ -233,8 +233,10 @@ class TransportBase(Lifecycle):
 
     def close(self) -> None:
         """See ``BoundaryTransport.close``."""
-        super().close()
-        self._generations.clear()
+        try:
+            super().close()
+        finally:
+            self._generations.clear()
 
     def _moves(self, part: PartSpec, source: int, destination: int, to: Sequence[int]) -> bool:
         """Whether a part goes from one rank to another, different one."""

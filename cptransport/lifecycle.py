@@ -80,10 +80,14 @@ class Lifecycle:
         if self._closed:
             return
         self._closed = True
-        reported = None
+        reported: BaseException | None = None
         if self._broken is None:
-            self._drain()
-            reported = self._reported()
+            try:
+                self._drain()
+            except RuntimeError as error:  # the device's: nothing of ours on it can be trusted
+                reported = TransportError(f"transport {self.name!r} cannot close: {error}")
+                reported.__cause__ = error
+            reported = reported or self._reported()
         if reported is not None:
             self._break(reported)
         self._close(self._broken is not None)

@@ -35,18 +35,13 @@ class TestSignal(OnTheHost):
     world_sizes = (3,)
 
 
+@pytest.mark.slow
+class TestSignalOtherSizes(OnTheHost):
+    backend = "fake_nvshmem:SIGNAL"
+    world_sizes = (1, 2, 4)
+
+
+@pytest.mark.slow
 class TestBarrier(OnTheHost):
     backend = "fake_nvshmem:BARRIER"
-    world_sizes = (2,)
-
-
-@pytest.mark.slow
-class TestSignal4(OnTheHost):
-    backend = "fake_nvshmem:SIGNAL"
-    world_sizes = (2, 4)
-
-
-@pytest.mark.slow
-class TestBarrier4(OnTheHost):
-    backend = "fake_nvshmem:BARRIER"
-    world_sizes = (3, 4)
+    world_sizes = (1, 2, 3, 4)
