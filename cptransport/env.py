@@ -67,7 +67,7 @@ COMPOSITION = EnvVar(
     "how summaries are composed",
 )
 ENGINE = EnvVar(
-    "CULA_CP_ENGINE", "auto", (), "local compute: auto, torch, triton (KDA), or a plugin's name"
+    "CULA_CP_ENGINE", "auto", (), "local compute: auto, torch, triton, cudnn, or a plugin's name"
 )
 MAMBA_LOAD_BALANCING = EnvVar(
     "CULA_CP_MAMBA_LOAD_BALANCING",

@@ -284,6 +284,7 @@ def test_what_our_own_package_registers_is_what_its_name_means(
         ("variables=(Variable('MY_X', '0'),)", "must start with CULA_CP_"),
         ("preferred_engine=3", "preferred_engine"),
         ("advice=lambda: []", "advice(device)"),
+        ("details=lambda: []", "details(device)"),
     ],
 )
 def test_a_descriptor_that_breaks_the_contract_is_refused_with_its_distribution(

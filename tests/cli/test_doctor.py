@@ -156,6 +156,25 @@ def test_advice_is_listed(
     assert "advice       wise: set MY_RAILS" in capsys.readouterr().out
 
 
+def test_details_are_listed_for_what_cannot_serve_too(
+    install: Callable[..., None],
+    report: Callable[[], dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, details in (("rich", "['two paths']"), ("torn", "1 / 0")):
+        source = PLUGIN.format(name=name, probe="lambda group, device: 'no rails'")
+        changed = f"\nBACKEND = replace(BACKEND, details=lambda device: {details})"
+        install(name, source + changed)
+    found = rows(report())
+    assert (found["rich"]["usable"], found["rich"]["details"]) == (False, ["two paths"])
+    assert found["torn"]["details"] == [
+        "broken: details raised ZeroDivisionError: division by zero"
+    ]
+    assert found["gloo"]["details"] == []
+    cli.main(["doctor"])
+    assert "details      rich: two paths" in capsys.readouterr().out
+
+
 def test_versions_and_environment_are_reported(
     report: Callable[[], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

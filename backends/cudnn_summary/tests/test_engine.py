@@ -174,6 +174,19 @@ def test_interior_segments_by_the_triton_engine(use: Use, monkeypatch: pytest.Mo
     assert "interior segments by identity" in runs[1].record.detail  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_interior_segments_by_the_triton_kernels(layout: str, use: Use) -> None:
+    """The kernels themselves, in Triton's interpreter."""
+    from cptransport.engines.triton import KDA_ENGINE as TRITON
+
+    use("hopper")
+    spec = spec_of("hopper", cu_seqlens=[0, 70], layout=layout, dtype="float32")
+    if TRITON.eligible(replace(facts_of(OpCase.of(spec)), state_dtype=torch.float32)):
+        pytest.skip("Triton's interpreter was not on when its kernels were imported")
+    runs = run(spec)
+    assert "interior segments by triton" in runs[1].record.detail  # type: ignore[union-attr]
+
+
 def test_number_of_calls(use: Use) -> None:
     """An interior rank: two forwards (from the seed, from the identity), one backward; one each for others."""
     fake = use("hopper")
