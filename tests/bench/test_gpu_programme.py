@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from documents import document, row
 
 from cptransport.bench.cases import add_arguments, load_case
 
@@ -187,3 +188,40 @@ def test_steps_are_chosen_by_group_and_name(driver: ModuleType, tmp_path: Path) 
         for name in names("--only", "contract*,deaths*", "--group", "A")
     )
     assert len(names("--group", "A,B")) == len(names("--group", "A")) + len(names("--group", "B"))
+
+
+def test_figures_stand_beside_what_is_wanted(driver: ModuleType) -> None:
+    shape = {"T_global": 8192, "T_local": 2048, "H": 16, "HV": 16, "K": 128, "V": 128}
+    shape |= {"chunk_size": None, "N": 1}
+
+    def kda(
+        provider: str, us: float, timer: str = "profiler", **options: object
+    ) -> dict[str, object]:
+        baseline = provider != "cptransport-cp"
+        given = {"gate_mean": -1.0, **options}
+        return row(
+            [us], case="kda", provider=provider, timer=timer, mode="fwd_bwd", shape=shape,
+            options=given, baseline=baseline, kernels=17,
+        )  # fmt: skip
+
+    own = {"overlap": False, "engine": "triton", "composition": "gather"}
+    rows = [
+        kda("cptransport-cp", 500.0, **own),
+        kda("cptransport-cp", 600.0, "graph_replay", **own),
+        kda("cptransport-cp", 450.0, **{**own, "engine": "cudnn"}),
+        kda("cptransport", 400.0, engine="triton", cp=False),
+        kda("fla", 1000.0),
+        kda("fla", 1.0, gate_mean=-2.5),
+    ]
+    made = document(*rows, gate={"passed": 6, "failed": 0})
+    table = [line.strip("| ").split(" | ") for line in driver.markdown([made]).splitlines()[2:]]
+    found = {(line[0], line[1].split(", ")[3]): (line[4], line[7]) for line in table}
+    assert found == {
+        ("KDA CP, device / FLA-CP, triton", "engine triton"): ("0.500", "must"),
+        ("KDA CP, device / FLA-CP, cudnn, gate -1", "engine cudnn"): ("0.450", "missed"),
+        ("KDA CP, device / own without CP", "engine triton"): ("1.250", "missed"),
+        ("KDA CP, graph replay / device", "engine triton"): ("1.200", "must"),
+        ("KDA CP, kernels", "engine triton"): ("17.0", "must"),
+    }
+    spoilt = document(*rows, gate={"passed": 6, "failed": 1})
+    assert driver.markdown([spoilt]).count("\n") == 1

@@ -40,6 +40,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
+from aims import markdown  # noqa: E402
 from steps import Step, steps  # noqa: E402
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
@@ -113,7 +114,7 @@ class Run:
         python = sys.executable
         if step.bench:
             arguments = step.rehearsal if self.rehearse else step.arguments
-            document = self.out / f"{slug(step.name)}.json"
+            document = self.out / "bench" / f"{slug(step.name)}.json"
             return [
                 python,
                 "-m",
@@ -337,6 +338,12 @@ def show(run: Run) -> int:
             f"{result.count('SKIPPED'):9}{result.seconds:9.1f}  {result.code} {result.beside} "
             f"{result.running[-60:]}"
         )
+    documents = []
+    for path in sorted((run.out / "bench").glob("*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            documents.append(json.loads(path.read_text()))
+    if documents:
+        print(f"\n{markdown(documents)}\n")
     bad = [result for result in last.values() if not result.ok]
     twice = [r.step for r in run.results if not r.ok and last[r.step].ok]
     if twice:

@@ -236,6 +236,7 @@ def _kernels(out: Path) -> list[Step]:
         *(step for pair in pairs for step in _contract("B", out, *pair)),
         *(_ops("B", *pair) for pair in pairs),
         *(_capture("B", *pair) for pair in pairs),
+        Step("long sequences", "B", ("tests/gpu/test_long_gpu.py",), 90, 200),
         Step("other tests", "B", OTHERS, 60, 150, rehearsal=None),
         Step("large", "B", ("tests/gpu/test_large_gpu.py",), 60, 150),
         Step("cold start", "B", ("tests/gpu/test_cold_gpu.py",), 80, 180),
