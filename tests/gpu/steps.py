@@ -438,8 +438,8 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
             alone=True,
             rehearsal=_tiny_ranks(),
         ),
-        _mixer("D", ranks, full, small=False, backend="nvshmem_barrier"),
-        _mixer("D", ranks, small, small=True, backend="nvshmem_barrier"),
+        _mixer("D", ranks, full, small=False, backend="cupy_ipc"),
+        _mixer("D", ranks, small, small=True, backend="cupy_ipc"),
         *(_capture("D", backend, ranks) for backend in BACKENDS),
     ]
     return [replace(step, name=f"{ranks} GPUs: {step.name}") for step in made]
