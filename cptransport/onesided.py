@@ -48,6 +48,7 @@ from cptransport.errors import (
 from cptransport.in_place import InPlace
 from cptransport.peer_memory import PeerMemory, PeerRegion, byte_spans, layout, view
 from cptransport.peer_watch import PeerWatch
+from cptransport.signal_kernels import load_kernels
 from cptransport.transport import Capabilities, Gathered, PartSpec, Slot
 
 __all__ = ["MAX_RANKS", "OneSidedTransport"]
@@ -123,34 +124,32 @@ class OneSidedTransport(TransportBase):
         self._board_region = memory.allocate(8 * signals.board_numel(_SLOTS, self.world_size))
         self._board = self._board_region.local.view(torch.int64)
         self._board.zero_()
+        self._boards = self._on_device(self._board_region)
+        with torch.cuda.device(device):
+            tables = self._counters, self._board, self._boards, self._error
+            load_kernels(signals, tables, _BARRIER_SLOT, self.rank)
         torch.cuda.synchronize(device)
         control.exchange("", f"{name}: boards are cleared")
-        self._boards = self._on_device(self._board_region)
         self._first_use()
 
     def _first_use(self) -> None:
-        """Compile and load every kernel now: later another kernel may occupy the device."""
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        routes = frozenset(
-            (s, d) for s in range(self.world_size) for d in range(self.world_size) if s != d
-        )
-        # Kernels differ by the width of their copies and by the number of parts they locate.
-        parts = tuple(
-            PartSpec(f"{nbytes} bytes", (nbytes,), torch.uint8, routes) for nbytes in (1, 4, 8, 16)
-        )
-        slot = Slot("cptransport.first-use", parts)
-        self.stage(slot)
+        """Exchange a token: peers' memory is what it is taken for, or the transport is not made."""
+        slot = Slot("cptransport.first-use", (PartSpec("token", (8,), torch.uint8),))
+        with torch.no_grad():
+            self.stage(slot)["token"].fill_(self.rank)
         self.publish(slot)
-        for part in parts:
-            for source in peers:
-                self.fetch(slot, part.name, source=source)
-        for count in range(1, self._signals.TABLE_PARTS + 1):
-            self.gather(slot, parts={part.name: peers for part in parts[:count]})
+        tokens = [self.fetch(slot, "token", source=rank) for rank in range(self.world_size)]
         self.barrier()
         torch.cuda.synchronize(self.device)
         error = self._reported()
-        if error is not None:
-            raise error
+        if error is None:
+            wrong = [rank for rank, token in enumerate(tokens) if not token.eq(rank).all()]
+            if wrong:
+                error = TransportError(f"the memory of ranks {wrong} does not hold what they wrote")
+        texts = self.control.exchange(str(error or ""), f"{self.name}: first use")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
+        if failed:  # on all ranks as what breaks a transport: some may still wait
+            raise PeerFailedError("; ".join(failed)) from error
         self.control.staged = False
         del self._generations[slot.name]
         self._sent.clear()

@@ -18,7 +18,9 @@ from torch import Tensor
 if torch.cuda.is_available():
     pytest.skip("on a GPU the contract suite runs the kernels", allow_module_level=True)
 
+from cptransport.signal_kernels import load_kernels
 from cptransport_kernels import signals
+from cptransport_kernels.launch import count_launches
 
 SLOTS = 4
 LONG_NS = 60 * 10**9
@@ -277,3 +279,14 @@ def test_the_last_of_64_ranks() -> None:
     missing.stage()
     missing.barrier(1 << 5 | 1 << 63, timeout_ns=10**6)
     assert missing.report == [64, 1, 1]
+
+
+def test_loading_the_kernels_waits_for_nobody_and_leaves_nothing() -> None:
+    me, peer = ranks_of(2)
+    with count_launches() as launched:
+        load_kernels(signals, (me.counters, me.board, me.boards, me.error), 1, me.rank)
+    assert sum(launched.values()) == 3 + signals.TABLE_PARTS + 1 + 2 + 1
+    assert set(launched) == {f"{n}_kernel" for n in ("fetch", "locate", "publish", "barrier", "stage")}  # fmt: skip
+    assert flags([me, peer]) == {}
+    assert not me.counters.any()
+    assert me.report == [0, 0, 0]
