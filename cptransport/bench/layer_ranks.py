@@ -256,5 +256,6 @@ def _fla(stage: Stage, ranks: Ranks, expected: Tensors, limit_s: float) -> Candi
         _steps(stage, ranks.rank, leaves, call),
         _checks("fla", expected, leaves, TOLERANCES[stage.dtype]),
         baseline=True,
+        foreign=True,
         capture=False,
     )

@@ -56,6 +56,7 @@ class Candidate:
         provider, baseline, options: of its rows.
         run: does one iteration of a mode of ``MODES`` and returns output and gradients; collective.
         check: returns the largest absolute error of what ``run`` gave; raises AssertionError.
+        foreign: a wrong result of it is no failure of ours, and has no number.
         capture: whether it may be captured.
         skipped: why it cannot run here, alike on all ranks.
         received: bytes that came to this rank so far; None: nobody counts them.
@@ -66,6 +67,7 @@ class Candidate:
     check: Callable[[Sequence[Tensor]], float]
     baseline: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    foreign: bool = False
     capture: bool = True
     skipped: str | None = None
     received: Callable[[], int] | None = None
@@ -84,7 +86,7 @@ def run_candidates(
     Collective: over the transport's ranks.
     """
     found: list[tuple[Key, Outcome]] = []
-    running: list[tuple[Outcome, Series]] = []
+    running: list[tuple[Candidate, Outcome, Series]] = []
     for candidate in candidates:
         for mode in MODES:
             outcome = _checked(candidate, mode, transport)
@@ -100,9 +102,12 @@ def run_candidates(
                 found.append((key, own))
                 series = _series(candidate, mode, timer, transport, own)
                 if series is not None:
-                    running.append((own, series))
-    measure([series for _, series in running], budget, device=transport.device)
-    for outcome, series in running:
+                    running.append((candidate, own, series))
+    measure([series for _, _, series in running], budget, device=transport.device)
+    for candidate, outcome, series in running:
+        if candidate.foreign and outcome.error:
+            outcome.skipped, outcome.error = f"not measured: {outcome.error}", None
+            continue
         outcome.error = outcome.error or series.error
         outcome.samples_us = [] if outcome.error else series.samples_us
         outcome.repeat_medians_us = [] if outcome.error else series.medians_us

@@ -99,15 +99,21 @@ def test_a_rank_whose_check_fails_goes_on() -> None:
 
     transport = LoopbackTransport(torch.device("cpu"), 5.0)
     found = run_candidates(
-        [Candidate("bad", run, wrong), Candidate("good", run, lambda results: 0.0)],
+        [
+            Candidate("bad", run, wrong),
+            Candidate("peer", run, wrong, foreign=True),
+            Candidate("good", run, lambda results: 0.0),
+        ],
         transport,
         Budget(1, 2),
     )
     said = {(key.provider, key.mode): outcome for key, outcome in found}
     assert said["bad", "fwd"].error == "verification failed: off by one"
     assert said["bad", "fwd"].samples_us == []
+    assert said["peer", "fwd"].skipped == "not measured: verification failed: off by one"
+    assert (said["peer", "fwd"].error, said["peer", "fwd"].samples_us) == (None, [])
     assert len(said["good", "fwd_bwd"].samples_us) == 2
-    assert ran.count("fwd") == 2 * (2 + 3)  # check, peak, and every iteration of both
+    assert ran.count("fwd") == 3 * (2 + 3)  # check, peak, and every iteration of all
 
 
 def test_threads_and_ranks_that_share_several_gpus_are_refused(
