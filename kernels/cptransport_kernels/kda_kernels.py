@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from cptransport_kernels.common import GATE_BOUNDED, GATE_GIVEN, GATE_SOFTPLUS
@@ -18,7 +19,7 @@ from cptransport_kernels.kda_forward import kda_correct_kernel, kda_forward_pass
 from cptransport_kernels.kda_prepare import kda_prepare_kernel, kda_remake_kernel
 from cptransport_kernels.launch import Bound, bind, interpreted
 
-__all__ = ["KDAKernels", "Transforms"]
+__all__ = ["KDAKernels", "Transforms", "kda_kernels"]
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,14 @@ class KDAKernels:
             L2NORM=transforms.l2norm,
             **beta,
         )
+
+
+@lru_cache(maxsize=256)
+def kda_kernels(
+    config: KDAConfig, transforms: Transforms, key_dim: int, value_dim: int, grouped: bool
+) -> KDAKernels:
+    """Return the kernels of these, the same object every time."""
+    return KDAKernels(config, transforms, key_dim, value_dim, grouped=grouped)
 
 
 def _bind(kernel: Any, tile: Tile, **constants: Any) -> Bound:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -125,6 +126,7 @@ def rank_call(
     dtype: torch.dtype = torch.float32,
     heads: int = 1,
     dim: int = 32,
+    outgoing: bool = True,
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """Run one rank's forward and backward with random summaries of its peers."""
     case = Case([0, tokens], H=heads, HV=heads, K=dim, V=dim, dtype=dtype, device=device)
@@ -134,10 +136,9 @@ def rank_call(
             x[name][:, poison] = math.nan
     rows = len(segments)
     table = torch.randn(rows, heads, dim, dim, device=device)
-    out = {"state": torch.empty_like(table), "transition": torch.empty_like(table)}
-    inputs = KDAInputs(
-        *(x[name] for name in ("q", "k", "v", "g", "beta")), None, None, None, KDAOptions(scale=1.0)
-    )
+    out = {name: torch.full_like(table, math.nan) for name in ("state", "transition")}
+    tokens_in = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    inputs = KDAInputs(*tokens_in, None, None, None, KDAOptions(scale=1.0), outgoing)
     local = KDA_ENGINE.forward_local(inputs, segments, [need] * rows, out)
     finished = KDA_ENGINE.forward_finish(local, lambda: table)
     local_grad = KDA_ENGINE.backward_local(
@@ -159,16 +160,51 @@ def test_rows_of_no_segment_are_zero_and_never_read(device: str) -> None:
         assert tensor[:, 3:20].abs().max() > 0
 
 
-def test_interior_rank_costs_nine_launches(device: str) -> None:
-    segments = [LocalSegment(0, 70, 0, False, False)]
-    everything = Need(True, True)
-    rank_call(segments, 70, everything, everything, device)
+#: What every rank launches.
+OWN = Counter(
+    f"kda_{name}_kernel"
+    for name in (
+        "prepare", "forward_pass", "remake", "backward_pass", "pair_backward", "chunk_backward",
+        "finish_grads",
+    )
+)  # fmt: skip
+#: What a state that enters costs: the correction of outputs, and dE.
+ENTERED = Counter(["kda_correct_kernel", "kda_entering_grad_kernel"])
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "outgoing", "launches", "kept"),
+    [
+        (True, True, False, OWN, {"s_in"}),
+        (True, True, True, OWN, {"s_in"}),
+        (True, False, True, OWN, {"s_in"}),
+        (False, False, True, OWN + ENTERED, {"s_in", "m", "r"}),
+        (False, True, False, OWN + ENTERED, {"s_in", "r"}),
+        (False, True, True, OWN + ENTERED + Counter(["fold_kernel"]), {"s_in", "m", "r"}),
+    ],
+    ids=["only", "only, states", "first", "interior", "last", "last, states"],
+)
+def test_each_segment_does_what_the_table_of_the_algebra_says(
+    first: bool, last: bool, outgoing: bool, launches: Counter[str], kept: set[str], device: str
+) -> None:
+    segments = [LocalSegment(0, 70, 0, first, last)]
+    interior = not first and not last
+    needs = Need(not last, interior), Need(not first, interior)
+    arguments = (segments, 70, *needs, device)
+    rank_call(*arguments, outgoing=outgoing)
     before = build_pieces.cache_info()
     with count_launches() as counter:
-        rank_call(segments, 70, everything, everything, device)
-    assert counter.total() <= 9, counter
+        finished, _, out = rank_call(*arguments, outgoing=outgoing)
+    assert counter == launches
     # Tables are uploaded once.
     assert build_pieces.cache_info().misses == before.misses
+    names = ("s_in", "m", "r", "aqk", "tinv", "rnorm")
+    saved = dict(zip(names, finished.saved.tensors[-6:], strict=True))
+    assert {name for name, x in saved.items() if x is not None} == {*kept, "aqk", "tinv"}
+    assert (finished.outgoing is not None) == (last and outgoing)
+    written = {name for name, table in out.items() if not table.isnan().any()}
+    wanted = {"state"} if not (first and last) else set()
+    assert written == (wanted | {"transition"} if interior else wanted)
 
 
 def test_same_inputs_give_the_same_bits(device: str) -> None:

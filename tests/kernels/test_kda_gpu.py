@@ -69,7 +69,7 @@ def test_gate_gradient_at_constant_gates(gate: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (256, 64)])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (256, 64), (16, 32), (32, 256), (64, 16)])
 def test_other_dtypes(dtype: torch.dtype, K: int, V: int) -> None:
     case = Case([0, 200], [130], K=K, V=V, HV=2, dtype=dtype, device="cuda")
     check(case, factor=0.5 if dtype == torch.float16 else 1e-3)

@@ -10,6 +10,7 @@ A script, since Triton reads at import whether to interpret. It prints one JSON 
     handles     per launch whether Triton itself would have launched the same compiled kernel
     saved       [shape, dtype] of what a forward keeps for its backward, beside its inputs
     peak        bytes alive at most in a forward and backward, beside what the caller holds
+    narrow      kernels of K = 16, V = 32, float32, that use the warp group instructions of sm_90
 """
 
 from __future__ import annotations
@@ -119,30 +120,38 @@ def interior() -> tuple[dict[int, dict[str, torch.Tensor]], Callable[[int], torc
     return given, forward
 
 
-def ends() -> None:
-    """Run ranks at the ends of a chain, one with all options; they launch other variants."""
-    inside = KDAOptions(1.0, True, True, False, None, True, True)
-    for first, last, seeded, outgoing, options in (
-        (True, False, True, True, inside),
-        (False, True, True, True, KDAOptions(1.0)),
-    ):
-        x = {name: value.detach() for name, value in tokens(torch.bfloat16).items()}
-        table = torch.zeros(1, HEADS, DIM, DIM)
-        parameters = torch.zeros(HEADS), torch.zeros(HEADS, DIM)
-        inputs = KDAInputs(
-            *x.values(),
-            *(parameters if options.use_gate_in_kernel else (None, None)),
-            table if seeded else None,
-            options,
-            outgoing,
-        )
-        segments = [LocalSegment(0, TOKENS, 0, first, last)]
-        out = {"state": table, "transition": table}
-        local = KDA_ENGINE.forward_local(inputs, segments, [Need(not last, False)], out)
-        finished = KDA_ENGINE.forward_finish(local, lambda table=table: table)
-        grads = OutputGrads(x["v"], table if outgoing and last else None)
-        local_grad = KDA_ENGINE.backward_local(finished.saved, grads, [Need(not first, False)], out)
-        KDA_ENGINE.backward_finish(local_grad, lambda table=table: table)
+def end(x: dict[str, torch.Tensor], options: KDAOptions, *, first: bool, last: bool) -> None:
+    """Run a rank at an end of a chain, with a seed and with final states."""
+    keys, values = x["q"].shape[3], x["v"].shape[3]
+    parameters = torch.zeros(HEADS), torch.zeros(HEADS, keys)
+    table = torch.zeros(1, HEADS, keys, values)
+    inputs = KDAInputs(
+        *(value.detach() for value in x.values()),
+        *(parameters if options.use_gate_in_kernel else (None, None)),
+        table,
+        options,
+    )
+    segments = [LocalSegment(0, TOKENS, 0, first, last)]
+    out = {"state": table, "transition": torch.zeros(1, HEADS, keys, keys)}
+    local = KDA_ENGINE.forward_local(inputs, segments, [Need(not last, False)], out)
+    finished = KDA_ENGINE.forward_finish(local, lambda: table)
+    grads = OutputGrads(inputs.v, table if last else None)
+    local_grad = KDA_ENGINE.backward_local(finished.saved, grads, [Need(not first, False)], out)
+    KDA_ENGINE.backward_finish(local_grad, lambda: table)
+
+
+def narrow() -> list[str]:
+    """Return kernels for K = 16, V = 32 that use warp group instructions."""
+    before = [handle for bound in launch._bound.values() for handle in bound._compiled.values()]
+    x = tokens(torch.float32)
+    x = {**x, **{name: x[name][..., :16].contiguous() for name in ("q", "k", "g")}}
+    end({**x, "v": x["v"][..., :32].contiguous()}, KDAOptions(1.0), first=False, last=True)
+    return [
+        bound.name
+        for bound in launch._bound.values()
+        for handle in bound._compiled.values()
+        if handle not in before and "wgmma" in handle.asm["ptx"]
+    ]
 
 
 def count_calls(run: Callable[[], None]) -> int:
@@ -261,8 +270,10 @@ def main() -> None:
     found["operators"] = operators.seen
     found["handles"] = compare_handles(lambda: run(0)) + compare_handles(lambda: run(1))
     found.update(memory(given[0], lambda: forward(0)))
-    ends()
-    print(json.dumps({**found, "kernels": kernels}))
+    end(tokens(torch.bfloat16), KDAOptions(1.0), first=False, last=True)
+    inside = KDAOptions(1.0, True, True, False, None, True, True)
+    end(tokens(torch.bfloat16), inside, first=True, last=False)
+    print(json.dumps({**found, "kernels": kernels, "narrow": narrow()}))
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from cptransport.engines import (
 from cptransport.engines.triton.padding import Padding
 from cptransport.same import Same
 from cptransport.transport import PartSpec
-from cptransport_kernels.configs import HEAD_DIMS, kda_config, piece_tokens
+from cptransport_kernels.configs import HEAD_DIMS, head_dims, kda_config, piece_tokens
 from cptransport_kernels.kda import KDAForward, KDAKept, KDATensors
-from cptransport_kernels.kda_kernels import KDAKernels, Transforms
+from cptransport_kernels.kda_kernels import KDAKernels, Transforms, kda_kernels
 from cptransport_kernels.launch import interpreted
 from cptransport_kernels.pieces import Pieces, SegmentSpec, build_pieces
 
@@ -78,7 +78,7 @@ def _plan(
 ) -> _Plan:
     batch, tokens, heads, key_dim = query
     value_heads, value_dim = value[2:]
-    padding = Padding(key_dim, value_dim)
+    padding = Padding(key_dim, value_dim, head_dims(dtypes, key_dim))
     key_dim, value_dim = padding.padded
     config = kda_config(dtypes, key_dim, value_dim)
     transforms = Transforms(
@@ -90,7 +90,7 @@ def _plan(
         beta_scale=2.0 if options.allow_neg_eigval else 1.0,
     )
     return _Plan(
-        kernels=KDAKernels(config, transforms, key_dim, value_dim, grouped=heads != value_heads),
+        kernels=kda_kernels(config, transforms, key_dim, value_dim, heads != value_heads),
         padding=padding,
         segments=tuple(segments.it),
         outgoing=outgoing,

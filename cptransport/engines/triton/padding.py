@@ -15,26 +15,29 @@ from torch import Tensor
 from torch.nn import functional
 
 from cptransport.engines import Need
-from cptransport_kernels.configs import HEAD_DIMS
 
 __all__ = ["Padding"]
 
 
-def _padded(size: int) -> int:
-    return next(dim for dim in HEAD_DIMS if dim >= size)
-
-
 @dataclass(frozen=True)
 class Padding:
-    """Head sizes K, V as the caller sees them; the kernels see the next ones they serve."""
+    """Head sizes K, V as the caller sees them; the kernels see the next ones they serve.
+
+    Attributes:
+        dims: sizes that the kernels serve, ascending.
+    """
 
     key_dim: int
     value_dim: int
+    dims: tuple[int, ...]
 
     @cached_property
     def padded(self) -> tuple[int, int]:
         """The sizes that the kernels see."""
-        return _padded(self.key_dim), _padded(self.value_dim)
+        keys, values = (
+            next(dim for dim in self.dims if dim >= size) for size in (self.key_dim, self.value_dim)
+        )
+        return keys, values
 
     @cached_property
     def sizes(self) -> dict[str, int]:
