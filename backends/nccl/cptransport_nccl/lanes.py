@@ -71,12 +71,17 @@ class LanesTransport(TransportBase):
         )
         try:
             self._lane(ROUTES)
-            self._lane(BARRIERS)
         except BaseException:
             self._close(broken=True)
             raise
 
     def _barrier(self) -> None:
+        if BARRIERS not in self._lanes and torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                "the first barrier connects to the peers, which a capture cannot hold"
+            )
+        self._lane(BARRIERS)
+
         def post(comm: Communicator, stream: int) -> None:
             comm.all_reduce(self._token.data_ptr(), 1, stream)
 
