@@ -115,8 +115,8 @@ def _count(columns: Columns) -> int:
 
 
 @dataclass(frozen=True)
-class TokensToHeads:
-    """A ``Move`` from tokens of all columns to all tokens of some columns.
+class _OfTokens:
+    """A ``Move`` of tokens and columns, one way or the other.
 
     Attributes:
         plan: who has which tokens. rank: seen from which.
@@ -128,6 +128,10 @@ class TokensToHeads:
     rank: int
     columns: tuple[Columns, ...]
     width: int
+
+
+class TokensToHeads(_OfTokens):
+    """A ``Move`` from tokens of all columns to all tokens of some columns."""
 
     @property
     def reverse(self) -> HeadsToTokens:
@@ -151,14 +155,8 @@ class TokensToHeads:
         return self.plan.unshard(parts)
 
 
-@dataclass(frozen=True)
-class HeadsToTokens:
+class HeadsToTokens(_OfTokens):
     """The adjoint of ``TokensToHeads``: what several ranks have of one column is added in rank order."""
-
-    plan: Plan
-    rank: int
-    columns: tuple[Columns, ...]
-    width: int
 
     @property
     def reverse(self) -> TokensToHeads:
@@ -188,8 +186,8 @@ class HeadsToTokens:
 
 
 @dataclass(frozen=True)
-class StatesToHeads:
-    """A ``Move`` of ``[N, heads, ...]`` from the owner of a sequence, all heads, to all, some heads.
+class _OfStates:
+    """A ``Move`` of states ``[N, heads, ...]``, one way or the other.
 
     Attributes:
         plan: who owns which sequence. rank: seen from which.
@@ -205,40 +203,43 @@ class StatesToHeads:
     heads: int
 
     @property
+    def owned(self) -> tuple[tuple[int, ...], ...]:
+        """Rows of the states by owner."""
+        return _owned(self.plan, self.batch, self.end)
+
+    def rows(self, rank: int, device: torch.device) -> Tensor:
+        """Rows of the states that a rank owns, on a device."""
+        return _rows_on(self.plan, self.batch, self.end, rank, device)
+
+
+class StatesToHeads(_OfStates):
+    """A ``Move`` of ``[N, heads, ...]`` from the owner of a sequence, all heads, to all, some heads."""
+
+    @property
     def reverse(self) -> HeadsToStates:
         """The adjoint."""
         return HeadsToStates(self.plan, self.rank, self.batch, self.end, self.heads)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Return every rank's heads of the sequences that this rank owns."""
-        owned = x[self._rows(self.rank, x.device)]
+        owned = x[self.rows(self.rank, x.device)]
         return [piece.contiguous() for piece in owned.chunk(self.plan.world_size, 1)]
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Return the shapes of this rank's heads of the sequences that the others own."""
         rest = (self.heads // self.plan.world_size, *x.shape[2:])
-        return [(len(rows), *rest) for rows in _owned(self.plan, self.batch, self.end)]
+        return [(len(rows), *rest) for rows in self.owned]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return this rank's heads of all sequences; every one has an owner."""
         result = parts[0].new_empty((sum(map(len, parts)), *parts[0].shape[1:]))
         for rank, part in enumerate(parts):
-            result[self._rows(rank, part.device)] = part
+            result[self.rows(rank, part.device)] = part
         return result
 
-    def _rows(self, rank: int, device: torch.device) -> Tensor:
-        return _rows_on(self.plan, self.batch, self.end, rank, device)
 
-
-@dataclass(frozen=True)
-class HeadsToStates:
+class HeadsToStates(_OfStates):
     """The adjoint of ``StatesToHeads``: owners get all heads, and zeros for what they do not own."""
-
-    plan: Plan
-    rank: int
-    batch: int
-    end: str
-    heads: int
 
     @property
     def reverse(self) -> StatesToHeads:
@@ -247,22 +248,19 @@ class HeadsToStates:
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Return this rank's heads of the sequences that each rank owns."""
-        return [x[self._rows(rank, x.device)] for rank in range(self.plan.world_size)]
+        return [x[self.rows(rank, x.device)] for rank in range(self.plan.world_size)]
 
     def shapes(self, x: Tensor) -> list[tuple[int, ...]]:
         """Return the shapes of everybody's heads of the sequences that this rank owns."""
-        owned = len(_owned(self.plan, self.batch, self.end)[self.rank])
+        owned = len(self.owned[self.rank])
         return [(owned, *x.shape[1:])] * self.plan.world_size
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return ``[N, heads, ...]``."""
         states = self.plan.num_sequences * self.batch
         result = parts[0].new_zeros((states, self.heads, *parts[0].shape[2:]))
-        result[self._rows(self.rank, result.device)] = torch.cat(list(parts), 1)
+        result[self.rows(self.rank, result.device)] = torch.cat(list(parts), 1)
         return result
-
-    def _rows(self, rank: int, device: torch.device) -> Tensor:
-        return _rows_on(self.plan, self.batch, self.end, rank, device)
 
 
 @lru_cache(maxsize=64)
