@@ -96,7 +96,11 @@ def conv_bwd_kernel(
         grads = ()  # type: tuple
         for j in tl.static_range(H):
             o_r = t0 - H + j
-            b_x = tl.load(p_x + (o_x + (j - H) * sx_t), mask=m_d & (o_r >= start), other=0.0)
+            b_x = tl.load(
+                p_x + (o_x + (j - H) * tl.cast(sx_t, tl.int64)),
+                mask=m_d & (o_r >= start),
+                other=0.0,
+            )
             b_x = b_x.to(tl.float32)
             if p_border is not None:
                 b_x += tl.load(
@@ -142,7 +146,10 @@ def conv_bwd_kernel(
                     # What the final state hands to its rows comes as if from tokens after the end.
                     if u >= stop:
                         b_dx += tl.load(
-                            p_dfinal + (state + i_b) * sf_n + o_d * sf_d + (u - stop) * sf_c,
+                            p_dfinal
+                            + (state + i_b) * sf_n
+                            + o_d * sf_d
+                            + (u - stop) * tl.cast(sf_c, tl.int64),
                             mask=m_d & (state >= 0) & (u < stop + H),
                             other=0.0,
                         ).to(tl.float32)
@@ -244,7 +251,7 @@ def conv_bwd_wide_kernel(
         state = tl.load(p_spans + 6 * i_s + 5)
         # A segment's first span has the rows of its halo too.
         for q0 in range(tl.where(t0 == start, t0 - H, t0), t1, STEP):
-            o_q = q0 + tl.arange(0, STEP)
+            o_q = q0 + tl.arange(0, STEP).to(tl.int64)
             b_dx = tl.zeros([STEP, BD], tl.float32)
             b_own = tl.zeros([STEP, BD], tl.float32)
             for s in range(W):

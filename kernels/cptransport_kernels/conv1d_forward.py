@@ -178,11 +178,12 @@ def conv_fwd_kernel(
                     mask=m_first[:, None] & m_d[None, :],
                 )
                 b_y += b_h * tap(b_weights, w, BW)[None, :]
-    o_x = o_t.to(tl.int64) * sx_t
+    step = tl.cast(sx_t, tl.int64)
+    o_x = o_t * step
     p_x += i_b * sx_b + o_d * sx_d
     for w in tl.range(0, W, loop_unroll_factor=UNROLL):
         b_x = tl.load(
-            p_x[None, :] + (o_x + (w - H) * sx_t)[:, None],
+            p_x[None, :] + (o_x + (w - H) * step)[:, None],
             mask=(m_s & (o_t + (w - H) >= start))[:, None] & m_d[None, :],
             other=0.0,
         )

@@ -222,17 +222,17 @@ def test_neither_waits_for_the_device_nor_breaks_capture() -> None:
 
 
 def far(x: Tensor, stride: int) -> Tensor:
-    """Return the values of ``[1, 3, D]`` with tokens ``stride`` elements apart."""
-    storage = torch.empty(2 * stride + x.shape[2], dtype=x.dtype, device="cuda")
-    view = storage.as_strided((1, 3, x.shape[2]), (2 * stride + 1, stride, 1))
-    return view.copy_(x)
+    """Return the values of ``[1, T, D]`` with tokens ``stride`` elements apart."""
+    _, tokens, channels = x.shape
+    storage = torch.empty((tokens - 1) * stride + channels, dtype=x.dtype, device="cuda")
+    return storage.as_strided(x.shape, (tokens * stride, stride, 1)).copy_(x)
 
 
 def test_offsets_beyond_32_bits() -> None:
-    """Report 31: the last token lies 2^31 elements after the first, in x and in its gradient."""
-    plan = build_plan([0, 3], world_size=1)
+    """Report 31: tokens 2^30 elements apart, so that the last one's taps reach back over 2^31."""
+    plan = build_plan([0, 4], world_size=1)
     context = CPContext(plan, LoopbackTransport(torch.device("cuda"), 30.0))
-    near, dy = torch.randn(2, 1, 3, 8, device="cuda").bfloat16()
+    near, dy = torch.randn(2, 1, 4, 8, device="cuda").bfloat16()
     weight = torch.randn(8, 4, device="cuda")
     results = []
     for x, grad in ((near, dy), (far(near, 2**30), dy), (near, far(dy, 2**30))):
