@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cptransport import env
@@ -19,10 +21,12 @@ from cptransport.ops.inputs import (
     check_shape,
     op_device,
     refuse_upstream,
+    state_dtype,
 )
 from cptransport.ops.mamba2 import check_chunk_size
 from cptransport.ops.mixer_modes import Mixer, check_mode, run_mode
 from cptransport.ops.scope import agree, last_run, op_step, record_run
+from cptransport.ops.traced import Like, register, trace
 
 __all__ = ["mamba_split_conv1d_scan_combined"]
 
@@ -98,6 +102,19 @@ def mamba_split_conv1d_scan_combined(
         ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
     """
     transport = check_context(cp_context).transport
+    if torch.compiler.is_compiling():
+        refuse_upstream(_TITLE, upstream, _UPSTREAM)
+        given = {
+            "zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "conv1d_bias": conv1d_bias,
+            "dt_bias": dt_bias, "A": A, "D": D, "initial_states": initial_states,
+        }  # fmt: skip
+        named = {
+            "chunk_size": chunk_size, "headdim": headdim, "ngroups": ngroups,
+            "load_balancing": load_balancing, "activation": activation,
+            "return_final_states": return_final_states, "dt_limit": dt_limit, "engine": engine,
+        }  # fmt: skip
+        output, states = trace(_TITLE, cp_context, given, named)
+        return (output, states) if return_final_states else output
     with op_step(transport):
         mode, mixer = agree(
             transport,
@@ -208,3 +225,18 @@ def _sizes(given: Mixer) -> MixerSizes:
             f"{given.zxbcdt.shape[-1]}"
         )
     return MixerSizes(nheads, headdim, ngroups, rest // (2 * ngroups))
+
+
+def _like(
+    context: CPContext, given: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> tuple[Like, Like | None]:
+    """Return what the op gives for inputs that fit together."""
+    x, nheads = given["zxbcdt"], given["A"].shape[0]
+    states = check_batch("zxbcdt", x, context)
+    inner = nheads * settings["headdim"]
+    dstate = (given["conv1d_weight"].shape[0] - inner) // (2 * settings["ngroups"])
+    final = ((states, nheads, settings["headdim"], dstate), state_dtype(x))
+    return ((*x.shape[:2], inner), x.dtype), final if settings["return_final_states"] else None
+
+
+register(mamba_split_conv1d_scan_combined, _like)

@@ -75,9 +75,11 @@ def register(call: Callable[..., Any], likes: Likes) -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(title: str, context: str, names: str, tracked: str, settings: str, *values: Any) -> str:
+def _text(
+    title: str, context: str, given: str, absent: str, tracked: str, settings: str, *values: Any
+) -> str:
     named = dict(zip(settings.split(), values, strict=True))
-    return json.dumps([title, context, names.split(), tracked.split(), named])
+    return json.dumps([title, context, given.split(), absent.split(), tracked.split(), named])
 
 
 def trace(
@@ -99,7 +101,8 @@ def trace(
     """
     given = {name: x for name, x in tensors.items() if x is not None}
     tracked = [n for n, x in given.items() if x.requires_grad] if torch.is_grad_enabled() else []
-    names = (" ".join(given), " ".join(tracked), " ".join(settings))
+    absent = [name for name, x in tensors.items() if x is None]
+    names = tuple(" ".join(some) for some in (given, absent, tracked, settings))
     text = _text(title, context.key, *names, *settings.values())
     output, final, _ = torch.ops.cptransport.op(list(given.values()), text)
     return output, final
@@ -112,14 +115,15 @@ class _Call:
     op: _Op
     context: CPContext
     given: dict[str, Tensor]
+    absent: list[str]
     tracked: list[str]
     settings: dict[str, Any]
 
     @staticmethod
     def of(inputs: Sequence[Tensor], text: str) -> _Call:
-        title, key, names, tracked, settings = json.loads(text)
+        title, key, names, absent, tracked, settings = json.loads(text)
         given = dict(zip(names, inputs, strict=True))
-        return _Call(_ops[title], context_of(key), given, tracked, settings)
+        return _Call(_ops[title], context_of(key), given, absent, tracked, settings)
 
     @property
     def likes(self) -> tuple[Like, Like | None]:
@@ -135,7 +139,8 @@ def _op(inputs: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor, Tensor]:
     call = _Call.of(inputs, text)
     leaves = {n: x.detach().requires_grad_(n in call.tracked) for n, x in call.given.items()}
     with _with_autograd(), torch.set_grad_enabled(bool(call.tracked)):
-        found = call.op.call(**leaves, cp_context=call.context, **call.settings)
+        absent = dict.fromkeys(call.absent)
+        found = call.op.call(**leaves, **absent, cp_context=call.context, **call.settings)
     output, final = found if isinstance(found, tuple) else (found, None)
     results = [output] if final is None else [output, final]
     number = next(_numbers)

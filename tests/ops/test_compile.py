@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 import cptransport
-from cptransport.ops import causal_conv1d, chunk_kda, last_run, mamba_chunk_scan_combined, traced
+from cptransport.ops import (
+    causal_conv1d,
+    chunk_kda,
+    last_run,
+    mamba_chunk_scan_combined,
+    mamba_split_conv1d_scan_combined,
+    traced,
+)
 from cptransport.testing.recorded import RecordedTransport, record
 from cptransport.transport import BoundaryTransport
 
@@ -61,6 +68,14 @@ class Layer(torch.nn.Module):
             initial_states=self.initial, return_final_states=self.final, dt_limit=(0.0, 2.0),
         )  # fmt: skip
 
+    def mamba(self, x: Tensor) -> Any:
+        channels = torch.cat([x[..., :12], x[..., 12:14], x], -1)
+        return mamba_split_conv1d_scan_combined(
+            channels[..., :20], self.taps[:12], None, self.A, -self.A.exp(), self.A, 16,
+            cp_context=self.context, headdim=3, ngroups=1, load_balancing="virtual",
+            initial_states=self.initial, return_final_states=self.final,
+        )  # fmt: skip
+
     def forward(self, x: Tensor) -> Tensor:
         x, _ = causal_conv1d(
             x @ self.project, self.taps, cp_context=self.context, activation="silu"
@@ -91,7 +106,7 @@ def check(layer: Layer, tokens: int, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("final", [False, True])
-@pytest.mark.parametrize("mixer", ["kda", "ssd"])
+@pytest.mark.parametrize("mixer", ["kda", "ssd", "mamba"])
 def test_a_layer_is_one_graph_with_the_same_gradients(
     mixer: str, final: bool, backend: str
 ) -> None:
@@ -159,7 +174,7 @@ def test_the_operator_describes_itself_rightly() -> None:
     context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
     x, weight = torch.randn(1, 12, 4), torch.randn(4, 3)
     settings = '{"activation": null, "output_final_state": true, "engine": null}'
-    text = f'["causal_conv1d", "{context.key}", ["x", "weight"], [], {settings}]'
+    text = f'["causal_conv1d", "{context.key}", ["x", "weight"], ["bias"], [], {settings}]'
     torch.library.opcheck(
         torch.ops.cptransport.op, ([x, weight], text), test_utils=("test_schema", "test_faketensor")
     )
