@@ -263,10 +263,11 @@ def daemon(stack: contextlib.ExitStack, wanted: bool) -> tuple[dict[str, str], s
 
 
 def run_apart(run: Run, step: Step, shares: bool) -> Result:
-    """Run a step with a daemon of its own."""
+    """Run a step with a daemon of its own; a command has one process, and wants none."""
+    wanted = shares and not step.command
     with contextlib.ExitStack() as stack:
-        variables, _ = daemon(stack, shares)
-        return run.start(step, variables, "with a daemon of its own" if shares else "")
+        variables, _ = daemon(stack, wanted)
+        return run.start(step, variables, "with a daemon of its own" if wanted else "apart")
 
 
 def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool) -> None:
