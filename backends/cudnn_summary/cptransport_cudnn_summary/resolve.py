@@ -40,7 +40,7 @@ from cptransport_cudnn_summary.contract import Contract, Kind
 
 __all__ = ["resolve"]
 
-_trying = threading.Lock()
+_trying = threading.RLock()
 #: Offsets of the sequences of a trial run: no multiple of a chunk, more than one chunk.
 _TRIAL = (0, 40, 67)
 

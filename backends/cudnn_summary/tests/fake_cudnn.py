@@ -13,7 +13,9 @@ Variants: ``hopper`` (no summary ops, backward of the plain recurrence only), ``
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -189,7 +191,7 @@ class Fake:
         )
         given = [q, k, v, g, beta, initial_state, a_log, dt_bias]
         leaves = [None if x is None else x.detach().requires_grad_() for x in given]
-        with torch.enable_grad():
+        with _own_graph():
             ends = _run(
                 *leaves[:5],
                 cu_seqlens,
@@ -276,7 +278,7 @@ class Fake:
         assert dO.is_contiguous()
         heads, values, keys = *dO.shape[1:], q.shape[2]
         start = g.new_zeros(len(cu_seqlens) - 1, heads, values, keys).requires_grad_()
-        with torch.enable_grad():
+        with _own_graph():
             o, final = _run(
                 q,
                 k,
@@ -363,6 +365,14 @@ class Fake:
         assert offsets[0] == 0
         assert offsets[-1] == len(q), "rows that no sequence covers"
         assert min(lengths) >= 2, f"a kernel was given sequences of {lengths} tokens"
+
+
+@contextlib.contextmanager
+def _own_graph() -> Iterator[None]:
+    """A graph that the caller's hooks (activation checkpointing) do not see: kernels have none."""
+    own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    with torch.enable_grad(), own:
+        yield
 
 
 def _decline(when: bool, why: str) -> None:

@@ -17,7 +17,8 @@ import torch
 from cptransport.errors import BackendUnavailableError
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check, judge
-from cptransport.testing.op_rank import RankRun, run_threads
+from cptransport.testing.op_rank import RankCall, RankRun, run_threads
+from cptransport.transports import threads
 from cptransport_cudnn_summary import resolve
 from cptransport_cudnn_summary.contract import Contract, Kind
 from cptransport_cudnn_summary.engine import KDA_ENGINE
@@ -185,6 +186,34 @@ def test_interior_segments_by_the_triton_kernels(layout: str, use: Use) -> None:
         pytest.skip("Triton's interpreter was not on when its kernels were imported")
     runs = run(spec)
     assert "interior segments by triton" in runs[1].record.detail  # type: ignore[union-attr]
+
+
+def _in_flight(transport: Any, cases: list[OpCase], order: list[int]) -> list[RankRun]:
+    calls = [RankCall(transport, case).forward() for case in cases]
+    found = {i: calls[i].backward() for i in order}
+    return [found[i] for i in range(len(cases))]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("variant", ["hopper", "concatenated"])
+def test_several_in_flight(variant: str, order: list[int], use: Use) -> None:
+    """What a backward needs is its own: the transport's buffers have been used again by then."""
+    use(variant)
+    cases = [OpCase.of(spec_of(variant, seed=seed)) for seed in (0, 1)]
+    both = threads.run(lambda transport: _in_flight(transport, cases, order), 4, 30.0)
+    for i, case in enumerate(cases):
+        check(case, [rank[i] for rank in both], exact_bytes=False)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_activation_checkpointing(use_reentrant: bool, use: Use) -> None:
+    use("hopper")
+    case = OpCase.of(spec_of("hopper"))
+
+    def step(transport: Any) -> RankRun:
+        return RankCall(transport, case).checkpointed(use_reentrant).backward()
+
+    check(case, threads.run(step, 4, 30.0), exact_bytes=False)
 
 
 def test_number_of_calls(use: Use) -> None:

@@ -98,6 +98,24 @@ def test_broken_or_too_old(modules: dict[str, str], words: list[str], cudnn: Any
         assert word in said
 
 
+def test_the_stand_in_has_the_schemas_of_what_is_installed() -> None:
+    """Where cuDNN's frontend is: arguments, their order, types and defaults, and what comes back."""
+    pytest.importorskip("cudnn", reason="nvidia-cudnn-frontend is not installed")
+    import fake_cudnn
+
+    found = library.find()
+    more = {"more": ""} if found.binding is None else None
+    if more is None:
+        pytest.skip("a newer frontend, with the concatenated-summary API")
+    for op, schema in (
+        (found.forward, fake_cudnn.FORWARD.format(**more)),
+        (found.backward, fake_cudnn.BACKWARD.format(**more)),
+        (found.summary, fake_cudnn.SUMMARY),
+        (found.summary_backward, fake_cudnn.SUMMARY_BACKWARD),
+    ):
+        assert str(op.default._schema) == f"cudnn::{schema}"
+
+
 def test_an_op_without_an_argument_that_is_needed() -> None:
     namespace = torch.library.Library("cpt_fake_old_cudnn", "DEF")
     namespace.define("kimi_delta_attention_fwd(Tensor q, Tensor k) -> Tensor")
