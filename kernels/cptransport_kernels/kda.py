@@ -12,6 +12,7 @@ kept for bfloat16 inputs, not 2 (4 K + V + 2 BT) + 4 K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,7 +278,7 @@ def backward(
     kept: KDAKept,
     do: Tensor,
     de: Tensor | None,
-    ds_out: Tensor,
+    leaving: Callable[[], Tensor],
 ) -> KDAGradients:
     """Compute every gradient of the rank's inputs.
 
@@ -285,15 +286,16 @@ def backward(
         kept: of the forward, ``s_in`` complete.
         do: contiguous gradient of the output.
         de: what ``entering_grad`` returned.
-        ds_out: float32 ``[num_segments * B, HV, K, V]`` gradients of the states that leave the
-            segments.
+        leaving: returns the gradients of the states that leave the segments, float32
+            ``[num_segments * B, HV, K, V]``. It may wait, so it is called when all that does not
+            need them has been launched.
     """
     batch, tokens, heads, key_dim = x.q.shape
     value_heads, value_dim = x.v.shape[2:]
     chunks, device = pieces.num_chunks, do.device
     shape = (value_heads, key_dim, value_dim)
     made = _remake(x, kernels, pieces, kept)
-    ds_piece = ds_out
+    ds_piece = ds_out = leaving()
     if pieces.cut:
         ds_piece = torch.empty_like(kept.s_in)
         fold(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,6 +128,7 @@ def rank_call(
     heads: int = 1,
     dim: int = 32,
     outgoing: bool = True,
+    leaving: Callable[[torch.Tensor], torch.Tensor] = lambda table: table,
 ) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """Run one rank's forward and backward with random summaries of its peers."""
     case = Case([0, tokens], H=heads, HV=heads, K=dim, V=dim, dtype=dtype, device=device)
@@ -144,7 +146,7 @@ def rank_call(
     local_grad = KDA_ENGINE.backward_local(
         finished.saved, OutputGrads(x["do"], None), [grad_need] * rows, out
     )
-    return finished, KDA_ENGINE.backward_finish(local_grad, lambda: table), out
+    return finished, KDA_ENGINE.backward_finish(local_grad, lambda: leaving(table)), out
 
 
 def test_rows_of_no_segment_are_zero_and_never_read(device: str) -> None:
@@ -205,6 +207,31 @@ def test_each_segment_does_what_the_table_of_the_algebra_says(
     written = {name for name, table in out.items() if not table.isnan().any()}
     wanted = {"state"} if not (first and last) else set()
     assert written == (wanted | {"transition"} if interior else wanted)
+
+
+def test_a_backward_waits_as_late_as_it_can(device: str) -> None:
+    """With overlap the exchange runs beside all that needs no gradient of a leaving state."""
+    before: Counter[str] = Counter()
+
+    def leaving(table: torch.Tensor) -> torch.Tensor:
+        before.update(counter)
+        return table
+
+    segments = [LocalSegment(0, 70, 0, False, False)]
+    with count_launches() as counter:
+        rank_call(
+            segments,
+            70,
+            Need(True, True),
+            Need(True, True),
+            device,
+            outgoing=False,
+            leaving=leaving,
+        )
+    assert counter - before == Counter(
+        f"kda_{name}_kernel"
+        for name in ("backward_pass", "pair_backward", "chunk_backward", "finish_grads")
+    )
 
 
 def test_same_inputs_give_the_same_bits(device: str) -> None:

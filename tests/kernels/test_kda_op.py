@@ -38,6 +38,8 @@ INSIDE = {
         {"optional": ("A_log", "dt_bias"), "options": INSIDE, "value_heads": 2},
         {"cu_seqlens": (0, 12), "batch": 2, "world_size": 2},
         {"cu_seqlens": (0, 9, 20), "padded_cu_seqlens": (0, 12, 27), "world_size": 2},
+        # Rank 0 needs nothing of others, and a later round needs it all the same.
+        {"composition": "scan", "overlap": True, "world_size": 4, "cu_seqlens": (0, 19)},
         {"strided": True, "explicit": True, "overlap": True, "optional": ("initial_state",)},
     ],
     ids=lambda c: "-".join(f"{k}" for k in c),

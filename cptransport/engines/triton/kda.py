@@ -269,7 +269,7 @@ class TritonKDA:
         return _LocalGrad(plan, pieces, x, kept, do, de)
 
     def backward_finish(self, local_grad: _LocalGrad, grad_outgoing: StateTable) -> Grads:
-        """Walk the pieces both ways, then all chunks at once."""
+        """Make the chunks again, wait, walk the pieces both ways, then all chunks at once."""
         plan = local_grad.plan
         grads = kernels.backward(
             local_grad.tensors,
@@ -278,7 +278,7 @@ class TritonKDA:
             local_grad.kept,
             local_grad.do,
             local_grad.de,
-            plan.padding.pad_states(grad_outgoing()),
+            lambda: plan.padding.pad_states(grad_outgoing()),
         )
         found = (
             grads.dq, grads.dk, grads.dv, grads.dg, grads.dbeta, grads.dA_log, grads.ddt_bias
