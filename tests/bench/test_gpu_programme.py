@@ -175,6 +175,22 @@ def test_no_time_is_no_success(
     assert [step["code"] for step in document["steps"]] == ["no time left"]
 
 
+def test_an_interrupt_ends_the_steps_and_keeps_the_results(tmp_path: Path) -> None:
+    """In a process of its own: pytest has a handler, too."""
+    code = (
+        f"import sys, os, signal, threading; sys.path.insert(0, {str(ROOT / 'tests' / 'gpu')!r})\n"
+        "import run_all as r\n"
+        "slow = r.Step('slow', 'A', command=('python', '-c', 'import time; time.sleep(100)'))\n"
+        "r.steps, r.describe = lambda out, gpus: [slow, r.Step('next', 'A', command=slow.command)], lambda *_: None\n"
+        "threading.Timer(1.5, os.kill, [os.getpid(), signal.SIGINT]).start()\n"
+        f"sys.exit(r.main(['--rehearse', '--jobs', '1', '--group', 'A', '--out', {str(tmp_path)!r}]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60)
+    assert done.returncode == 1
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert [step["code"] for step in document["steps"]] == [-9, "no time left"]
+
+
 def test_steps_are_chosen_by_group_and_name(driver: ModuleType, tmp_path: Path) -> None:
     def names(*arguments: str) -> list[str]:
         args = driver.parse(["--out", str(tmp_path), *arguments])

@@ -103,6 +103,7 @@ class Run:
         self.deadline = time.monotonic() + args.budget_s
         self.machine: dict[str, Any] = {}
         self.results: list[Result] = []
+        self.live: set[int] = set()
         self.environment = environment(args)
 
     def left_s(self) -> float:
@@ -154,6 +155,7 @@ class Run:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+            self.live.add(process.pid)
             code: int | str = "time limit"
             for number, seconds in ((0, limit), *_ENDS):
                 with contextlib.suppress(ProcessLookupError):
@@ -163,6 +165,7 @@ class Run:
                     ended = process.wait(seconds)
                     code = ended if number == 0 else code
                     break
+            self.live.discard(process.pid)
             with contextlib.suppress(ProcessLookupError):  # what the step left behind
                 os.killpg(process.pid, signal.SIGKILL)
         outcomes, last = read_log(log)
@@ -170,6 +173,13 @@ class Run:
         result = Result(step.name, step.group, command, seconds, code, outcomes, beside=beside)
         result.running = last if code == "time limit" else ""
         return self._add(result)
+
+    def stop(self, number: int, frame: object) -> None:
+        """End all steps now, and begin no other; a signal handler."""
+        self.deadline = time.monotonic()
+        for process in list(self.live):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
 
     def _add(self, result: Result) -> Result:
         self.results.append(result)
@@ -394,11 +404,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         run = Run(args, Path(folder))
-        describe(run, args)
-        shares = not args.rehearse and not many_gpus(args)
-        run_all(run, todo, args.jobs, shares)
-        run.write()
-        return show(run)
+        before = {n: signal.signal(n, run.stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            describe(run, args)
+            shares = not args.rehearse and not many_gpus(args)
+            run_all(run, todo, args.jobs, shares)
+            run.write()
+            return show(run)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 if __name__ == "__main__":
