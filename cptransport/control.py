@@ -168,9 +168,18 @@ class ControlPlane:
             PeerFailedError: a peer raised in a step that this rank is in or has passed, and this
                 rank did not.
         """
-        if self.world_size == 1:
-            return
-        self._refresh()
+        if self.world_size > 1:
+            self._refresh()
+            self._raise_reported()
+
+    def check_on_this_thread(self) -> None:
+        """The same for a thread that may hang: the store is asked without a limit."""
+        if self.world_size > 1:
+            with _store_errors():
+                self._read_records()
+            self._raise_reported()
+
+    def _raise_reported(self) -> None:
         records = list(self._records.values())  # a look that was given up may still add some
         for record in sorted(records, key=lambda r: (r.step, r.follows, r.rank)):
             if record.step > self.step:
@@ -333,11 +342,21 @@ class ControlPlane:
                 f"the group's store did not answer for {limit_s:g} s; is the rank that hosts it stopped?",
                 waited_s=limit_s,
             )
-        if errors:
-            raise PeerFailedError(
-                f"the group's store is gone with the rank that hosted it: {errors[0]}"
-            ) from errors[0]
+        with _store_errors():
+            if errors:
+                raise errors[0]
         return answers[0]
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    """Map what a store raises: it lives with the rank that hosts it."""
+    try:
+        yield
+    except Exception as error:
+        raise PeerFailedError(
+            f"the group's store is gone with the rank that hosted it: {error}"
+        ) from error
 
 
 def wait_until(

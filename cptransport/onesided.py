@@ -115,9 +115,11 @@ class OneSidedTransport(TransportBase):
         # What captured graphs know the addresses of, whatever has grown since.
         self._captured_regions: list[PeerRegion] = []
         self._captured_memory: list[Tensor] = []
-        self._error = torch.zeros(4, dtype=torch.int64).pin_memory()
-        self._error_view = (ctypes.c_int64 * 4).from_address(self._error.data_ptr())
-        self._watch = PeerWatch(control, partial(_give_up, self._error))
+        self._error = torch.zeros(5, dtype=torch.int64).pin_memory()
+        self._error_view = (ctypes.c_int64 * 5).from_address(self._error.data_ptr())
+        self._watch = PeerWatch(
+            control, partial(_waits, self._error), partial(_give_up, self._error)
+        )
         weakref.finalize(self, self._watch.end)
         self._counters = torch.zeros(_SLOTS, dtype=torch.int64, device=device)
         self._nans = torch.empty(0, dtype=torch.uint8, device=device)
@@ -325,7 +327,7 @@ class OneSidedTransport(TransportBase):
         return current.step % (1 << self._signals.STEP_BITS)
 
     def _reported(self) -> BaseException | None:
-        code, index, generation, _ = self._error_view
+        code, index, generation, *_ = self._error_view
         if code == 0:
             return None
         try:
@@ -423,8 +425,15 @@ class OneSidedTransport(TransportBase):
         return view(memory, 0, part)
 
 
+def _waits(error: Tensor) -> bool:
+    """Whether a kernel has waited since this was last asked."""
+    word = ctypes.c_int64.from_address(error.data_ptr() + 32)
+    found, word.value = bool(word.value), 0
+    return found
+
+
 def _give_up(error: Tensor) -> None:
-    """Tell the device, through the last of its error words, to wait no longer."""
+    """Tell kernels to wait no longer."""
     ctypes.c_int64.from_address(error.data_ptr() + 24).value = 1
 
 

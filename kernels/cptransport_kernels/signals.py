@@ -23,7 +23,7 @@ Waits have a deadline on ``%globaltimer``. The first that expires writes ``(1 + 
 generation)`` to a word that the host can see (``-(1 + peer)``: the peer was in another step) and
 goes on; what it was to deliver becomes bytes 0xFF, which are NaN in every floating-point dtype.
 Waits after it only look, so that a queue of them ends at once. The host ends a wait early by a
-non-zero fourth word.
+non-zero fourth word; the fifth says that a wait takes long.
 
 One program waits for all peers at once: lane o polls the flag of rank o. A program is one warp and
 its decisions are reductions over the lanes, so all its threads decide alike: several warps would each
@@ -123,6 +123,7 @@ def _await(p_flags, p_error, o, wanted, value, shift, failed, timeout_ns):
         looks += 1
         if looks % _LOOKS_AT_HOST == 0:  # host memory is far away
             expired += tl.load(p_error + 3, volatile=True)
+            tl.store(p_error + 4, 1)
     return late, flags
 
 
@@ -293,7 +294,7 @@ def stage(
         counters (int64, [slots], cuda): generations, private to this rank; see the module docstring.
         board (int64, [slots, 2, N], cuda): this rank's board.
         boards (int64, [N], cuda): addresses of all ranks' boards; unused lanes hold this rank's.
-        error (int64, [4], pinned): see the module docstring.
+        error (int64, [5], pinned): see the module docstring.
         slot: index of the slot, from 1. rank: this rank.
         releases: bit s: tell rank s. waits: bit d: wait for rank d.
         depth: wait for generation ``new - depth``.

@@ -45,7 +45,7 @@ class Rank:
         self.rank, self.board, self.others = rank, boards[rank], boards
         self.boards = torch.tensor(table + [table[rank]] * (lanes - len(boards)))
         self.counters = torch.zeros(SLOTS, dtype=torch.int64)
-        self.error = torch.zeros(4, dtype=torch.int64)
+        self.error = torch.zeros(5, dtype=torch.int64)
 
     def stage(self, slot: int = 1, **arguments: int) -> None:
         given = {"releases": 0, "waits": 0, "depth": 2, "timeout_ns": LONG_NS, **arguments}
@@ -141,7 +141,7 @@ def test_stage_waits_for_the_generation_that_it_reuses() -> None:
         first.stage(waits=0b10 if number > 2 else 0)
     assert first.report == [0, 0, 0]
     first.stage(waits=0b10)
-    assert first.report == [0, 0, 0]
+    assert first.error.tolist() == [0] * 5
     first.stage(waits=0b10, timeout_ns=10**6)  # 5 is not released yet
     assert first.report == [2, 1, 7]
 
@@ -181,6 +181,7 @@ def test_the_host_ends_a_wait() -> None:
     me.barrier(0b11)
     assert time.monotonic() - start < 20.0
     assert me.report == [2, 1, 1]
+    assert me.error[4] == 1
 
 
 @pytest.mark.parametrize("count", [False, True])

@@ -39,7 +39,7 @@ class _Rank:
     def __init__(self, counters: Tensor, table: Tensor, error: Tensor, slot: int) -> None:
         self.failed = _cell(counters.data_ptr(), 0)
         self.counter = _cell(counters.data_ptr(), slot)
-        self.error = [_cell(error.data_ptr(), word) for word in range(4)]
+        self.error = [_cell(error.data_ptr(), word) for word in range(5)]
         self.table = table
         self.lanes = table.numel()
         self.slot = slot
@@ -62,6 +62,7 @@ class _Rank:
                 return late
             if time.monotonic_ns() > deadline:
                 return late
+            self.error[4].value = 1
             time.sleep(0.0001)
 
     def strayed(self, board: Tensor, mask: int, generation: int, step: int) -> list[int]:

@@ -8,9 +8,9 @@ left to them, if its PEs are the group's ranks in any order.
 
 Calls of NVSHMEM that meet all PEs (initialisation, ``malloc``, ``free``, finalisation) wait without
 limit; all ranks meet on the control plane, with a deadline, right before each. A transport that broke
-frees nothing, since peers may still map the memory, and NVSHMEM is never finalised after one, since a
+frees nothing, since peers may still map the memory, and NVSHMEM is not finalised after one, since a
 peer may be dead. If none is, the next transport of the group frees what was left, once all ranks have
-come to it. Nothing here runs in a destructor.
+come to it, and all is as before. Nothing here runs in a destructor.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Process:
         members: global ranks of the group that is served; None: nothing is initialised by us.
         users: transports that have not been closed.
         ours: whether we initialised it, and so finalise it.
-        broke: whether a transport broke; it is not finalised then.
+        broke: whether a transport broke since all ranks last met; it is not finalised then.
         spent: why it cannot be used any more; empty: it can.
         made: allocations so far, alike on all PEs.
         left: of transports that broke, number of the allocation -> address here.
@@ -228,8 +228,11 @@ class SymmetricMemory:
         torch.cuda.synchronize(self._device)  # their waits have ended, and so have their reads
         mine = json.dumps(sorted(_process.left))
         texts = self._control.exchange(mine, "NVSHMEM: what is left")
-        for number in sorted(set.intersection(*(set(json.loads(text)) for text in texts))):
+        left = [set(json.loads(text)) for text in texts]
+        for number in sorted(set.intersection(*left)):
             self._free(_process.left.pop(number))
+        if all(numbers == left[0] for numbers in left):
+            _process.broke = False  # all live and nothing is left: as good as new
 
     def _free(self, address: int) -> None:
         with torch.cuda.device(self._device):
