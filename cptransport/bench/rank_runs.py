@@ -148,7 +148,11 @@ def _series(
     chosen: Timer = PerfCounter(transport.device)
     if timer == "graph_replay":
         chosen = GraphReplay()
-        body, results = captured(body)
+        try:
+            body, results = captured(body)
+        except Exception as error:  # alike on all ranks; what is eager is measured all the same
+            outcome.error = f"cannot be captured: {type(error).__name__}: {error}"
+            return None
         body.align()
         body.timed()
         torch.cuda.synchronize()
