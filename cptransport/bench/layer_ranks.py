@@ -20,7 +20,7 @@ from cptransport.bench.baselines import Place, load_peers
 from cptransport.bench.cases import Measured, Progress
 from cptransport.bench.kda_op import KDAShape, kda_layer
 from cptransport.bench.launch import placement
-from cptransport.bench.layer_stage import SHARDED, Setup, Stage, Tensors, asking, check
+from cptransport.bench.layer_stage import PEERS, SHARDED, Setup, Stage, Tensors, asking, check
 from cptransport.bench.memory import describe
 from cptransport.bench.rank_runs import MODES, Candidate, Key, measure_backends, run_candidates
 from cptransport.bench.rows import Outcome, Subject, row
@@ -28,7 +28,6 @@ from cptransport.bench.timing import Budget
 from cptransport.context import CPContext
 from cptransport.errors import BackendUnavailableError
 from cptransport.ops import last_run
-from cptransport.testing.numerics import TOLERANCES
 from cptransport.testing.ranks import Ranks
 from cptransport.transport import BoundaryTransport
 
@@ -254,7 +253,7 @@ def _fla(stage: Stage, ranks: Ranks, expected: Tensors, limit_s: float) -> Candi
     return Candidate(
         "fla",
         _steps(stage, ranks.rank, leaves, call),
-        _checks("fla", expected, leaves, TOLERANCES[stage.dtype]),
+        _checks("fla", expected, leaves, PEERS[stage.dtype]),
         baseline=True,
         foreign=True,
         capture=False,
