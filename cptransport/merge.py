@@ -49,8 +49,8 @@ def fold_gathered(
     """
     if not folds:
         return
-    if _kernel_serves(op, layout, table):
-        _by_kernel("state", direction, batch, folds, gathered, table)
+    if _kernel_serves(op, table):
+        _by_kernel("state", direction, layout, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
     with ieee_math(table.device.type):
@@ -75,8 +75,8 @@ def compose_gathered(
     """Compose the transitions of each fold's two sources; arguments as ``fold_gathered``, the table of transitions."""
     if not folds:
         return
-    if _kernel_serves(op, layout, table):
-        _by_kernel("transition", direction, batch, folds, gathered, table)
+    if _kernel_serves(op, table):
+        _by_kernel("transition", direction, layout, batch, folds, gathered, table)
         return
     product = compose(op, direction, layout)
     with ieee_math(table.device.type):
@@ -93,10 +93,9 @@ def _rows(row: int, batch: int) -> slice:
     return slice(row * batch, (row + 1) * batch)
 
 
-def _kernel_serves(op: str, layout: str, table: Tensor) -> bool:
+def _kernel_serves(op: str, table: Tensor) -> bool:
     return (
         op == "kda"
-        and layout == "k_major"
         and table.is_cuda
         and table.dtype == torch.float32
         and {*table.shape[2:]} <= _KERNEL_DIMS
@@ -112,6 +111,7 @@ def _has_triton() -> bool:
 def _by_kernel(
     what: str,
     direction: str,
+    layout: str,
     batch: int,
     folds: tuple[Fold, ...],
     gathered: Sequence[Gathered],
@@ -128,13 +128,16 @@ def _by_kernel(
     transitions = _addresses(gathered, rounds, "transition")
     states = transitions if what == "transition" else _addresses(gathered, rounds, "state")
     assert states is not None
+    v_major = layout == "v_major"
+    heads, a, b = table.shape[1:]
     fold(
         steps,
         states,
         transitions,
-        shape=(table.shape[1], table.shape[2], table.shape[3]),
+        shape=(heads, b, a) if v_major else (heads, a, b),
         batch=batch,
         out=table,
+        v_major=v_major,
         transposed=what == "state" and direction == "backward",
     )
 

@@ -12,6 +12,9 @@ wanted). A source is an index into int64 tables of addresses, one per part: what
 its own or in a peer's memory. Without tables the two parts are local tensors. Rows are per batch
 row: ``row * B + b``.
 
+States and transitions are K-major, or V-major (``v_major``): then a state is stored ``[V, K]`` and M
+transposed. The arithmetic is the same; only where elements lie differs.
+
 Arithmetic is float32, products IEEE or three-pass tf32 (within 2e-6 of IEEE): results do not
 depend on where a summary lies. Parts of peers are read past the L1 cache, which is not coherent
 with other devices.
@@ -32,9 +35,9 @@ __all__ = ["FoldSteps", "fold"]
 
 
 @triton.jit
-def _copy(p_dst, p_src, o_c, width, K: tl.constexpr, BR: tl.constexpr):
+def _copy(p_dst, p_src, o_c, K: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr, BR: tl.constexpr):
     for r in range(0, K, BR):
-        o = (r + tl.arange(0, BR))[:, None] * width + o_c[None, :]
+        o = (r + tl.arange(0, BR))[:, None] * SK + o_c[None, :] * SV
         tl.store(p_dst + o, tl.load(p_src + o, cache_modifier=".cg"))
 
 
@@ -57,9 +60,12 @@ def fold_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
     ADDRESSES: tl.constexpr,
+    V_MAJOR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PREC: tl.constexpr,
 ):
+    SK: tl.constexpr = 1 if V_MAJOR else V
+    SV: tl.constexpr = K if V_MAJOR else 1
     NC: tl.constexpr = V // BC
     o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
     i_r = tl.program_id(0) // NC // B
@@ -75,7 +81,7 @@ def fold_kernel(
         p_x = p_start + head * K * V
     else:
         for r in range(0, K, BR):
-            o = (r + tl.arange(0, BR))[:, None] * V + o_c[None, :]
+            o = (r + tl.arange(0, BR))[:, None] * SK + o_c[None, :] * SV
             tl.store(p_a + o, tl.zeros([BR, BC], tl.float32))
         tl.debug_barrier()
 
@@ -97,8 +103,9 @@ def fold_kernel(
                     p_prefix + ((row * B + i_b).to(tl.int64) * HV + i_hv) * K * V,
                     p_x,
                     o_c,
-                    V,
                     K,
+                    SK,
+                    SV,
                     BR,
                 )
         if transition_row < 0:
@@ -114,7 +121,7 @@ def fold_kernel(
             p_dst = p_a if s % 2 == 1 else p_b
             for r in range(0, K, BR):
                 o_r = r + tl.arange(0, BR)
-                o_e = o_r[:, None] * V + o_c[None, :]
+                o_e = o_r[:, None] * SK + o_c[None, :] * SV
                 b_x = tl.load(
                     p_e + o_e,
                     mask=(o_c[None, :] >= 0) & (state_row >= 0),
@@ -123,19 +130,21 @@ def fold_kernel(
                 )
                 for c in range(0, K, BR):
                     o_i = c + tl.arange(0, BR)
-                    if TRANSPOSED:  # noqa: SIM108
+                    if TRANSPOSED != V_MAJOR:  # noqa: SIM108  # a V-major table holds the transpose
                         o_m = o_i[None, :] * K + o_r[:, None]
                     else:
                         o_m = o_r[:, None] * K + o_i[None, :]
                     b_m = tl.load(p_m + o_m, cache_modifier=".cg")
-                    b_i = tl.load(p_x + o_i[:, None] * V + o_c[None, :], cache_modifier=".cg")
+                    o_x = o_i[:, None] * SK + o_c[None, :] * SV
+                    b_i = tl.load(p_x + o_x, cache_modifier=".cg")
                     b_x = tl.dot(b_m, b_i, b_x, input_precision=PREC)
                 tl.store(p_dst + o_e, b_x)
             p_x = p_dst
             # The next step reads what other threads of this program wrote.
             tl.debug_barrier()
     if result >= 0:
-        _copy(p_out + ((result * B + i_b).to(tl.int64) * HV + i_hv) * K * V, p_x, o_c, V, K, BR)
+        p_result = p_out + ((result * B + i_b).to(tl.int64) * HV + i_hv) * K * V
+        _copy(p_result, p_x, o_c, K, SK, SV, BR)
 
 
 # Blocks of M, columns of one program, warps: measured on an H200 at [8, 128, 128], three sources:
@@ -180,6 +189,7 @@ def fold(
     start: Tensor | None = None,
     prefix: Tensor | None = None,
     out: Tensor | None = None,
+    v_major: bool = False,
     transposed: bool = False,
     precision: str = "tf32x3",
 ) -> Tensor:
@@ -196,6 +206,7 @@ def fold(
         prefix: float32 ``[rows * B, HV, K, V]`` or None; a step's prefix row receives the state
             before that step.
         out: float32 ``[R * B, HV, K, V]``, overwritten; must not alias a summary. None: allocated.
+        v_major: all states are stored ``[..., V, K]``, and all transitions transposed.
         transposed: apply M^T.
         precision: ``"tf32x3"`` or ``"ieee"``.
 
@@ -213,15 +224,12 @@ def fold(
         raise ValueError(f"precision is 'tf32x3' or 'ieee', not {precision!r}")
     heads, key_dim, value_dim = shape
     rows = steps.num_rows
+    stored = (heads, value_dim, key_dim) if v_major else shape
     if out is None:
-        out = torch.empty(
-            rows * batch, heads, key_dim, value_dim, dtype=torch.float32, device=steps.steps.device
-        )
+        out = torch.empty(rows * batch, *stored, dtype=torch.float32, device=steps.steps.device)
     if rows == 0:
         return out
-    scratch = torch.empty(
-        2, rows * batch, heads, key_dim, value_dim, dtype=torch.float32, device=out.device
-    )
+    scratch = torch.empty(2, rows * batch, *stored, dtype=torch.float32, device=out.device)
     columns = min(value_dim, _COLUMNS)
     launch(
         fold_kernel,
@@ -243,6 +251,7 @@ def fold(
         BR=min(key_dim, _ROWS),
         BC=columns,
         ADDRESSES=state.dtype == torch.int64,
+        V_MAJOR=v_major,
         TRANSPOSED=transposed,
         PREC=precision if on_gpu(out) else "ieee",
         num_warps=_WARPS,

@@ -17,14 +17,17 @@ def summaries(n: int, rows: int, K: int, V: int, device: str) -> tuple[torch.Ten
     return state, transition
 
 
+@pytest.mark.parametrize("v_major", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (64, 16), (32, 64), (128, 64)])
 def test_folds_out_of_address_tables(
-    K: int, V: int, precision: str, transposed: bool, device: str
+    K: int, V: int, precision: str, transposed: bool, v_major: bool, device: str
 ) -> None:
     B, ranks = 2, 4
     state, transition = summaries(ranks, 2 * B, K, V, device)
+    # What ranks hold: V-major tables are those of the transposes.
+    held = [part.mT.contiguous() if v_major else part for part in (state, transition)]
     # Row 0 from ranks 3, 0, 1 (rows 1, 0, 1), row 2 from nobody, row 1 from rank 2 alone.
     lists = [[(3, 1), (0, 0), (1, 1)], [], [(2, 0)]]
     steps = FoldSteps(
@@ -33,14 +36,14 @@ def test_folds_out_of_address_tables(
         results=[0, 2, 1],
     )
     addresses = [
-        torch.tensor([part[i].data_ptr() for i in range(ranks)], device=device)
-        for part in (state, transition)
+        torch.tensor([part[i].data_ptr() for i in range(ranks)], device=device) for part in held
     ]
-    out = torch.full((3 * B, 2, K, V), torch.nan, device=device)
+    out = torch.full((3 * B, 2, V, K) if v_major else (3 * B, 2, K, V), torch.nan, device=device)
     fold(
-        steps, *addresses, shape=(2, K, V), batch=B, out=out, transposed=transposed,
-        precision=precision,
+        steps, *addresses, shape=(2, K, V), batch=B, out=out, v_major=v_major,
+        transposed=transposed, precision=precision,
     )  # fmt: skip
+    out = out.mT if v_major else out
     for sources, target in zip(lists, (0, 2, 1), strict=True):
         for b in range(B):
             want = torch.zeros(2, K, V, dtype=torch.float64, device=device)
@@ -52,13 +55,27 @@ def test_folds_out_of_address_tables(
             assert error <= 2e-6 * want.abs().max(), (target, b, error)
 
 
-def test_start_and_prefixes(device: str) -> None:
-    K, V = 32, 32
+@pytest.mark.parametrize("v_major", [False, True])
+def test_start_and_prefixes(v_major: bool, device: str) -> None:
+    K, V = 32, 64
+
+    def stored(x: torch.Tensor) -> torch.Tensor:
+        return x.mT.contiguous() if v_major else x
+
     state, transition = (part[0] for part in summaries(1, 3, K, V, device))
     start = torch.randn(1, 2, K, V, device=device)
-    prefix = torch.full((3, 2, K, V), torch.nan, device=device)
+    prefix = stored(torch.full((3, 2, K, V), torch.nan, device=device))
     steps = FoldSteps([[(0, 0, 0, 2), (0, -1, 1, 0), (0, 2, 2, -1)]], device)
-    out = fold(steps, state, transition, shape=(2, K, V), start=start, prefix=prefix)
+    out = fold(
+        steps,
+        stored(state),
+        stored(transition),
+        shape=(2, K, V),
+        start=stored(start),
+        prefix=prefix,
+        v_major=v_major,
+    )
+    out, prefix = (x.mT if v_major else x for x in (out, prefix))
     first = transition[0].double() @ start[0].double() + state[0].double()
     second = transition[1].double() @ first
     want = transition[2].double() @ second + state[2].double()
