@@ -3,8 +3,9 @@
 
 Forward: ``summarise`` (what pieces add to the state, summaries of segments) -> ``scores`` (no state
 needed) -> ``outputs`` (with the states that enter). Backward: ``summarise`` the other way ->
-``chunk_states`` (of the forward, once more) and ``pair_gradients`` (no state needed) -> ``gradients``
-(with those that enter). Nothing waits for the host.
+``chunk_states`` (of the forward, once more; ``gate_gradient`` if there is a gate) and
+``pair_gradients`` (no state needed) -> ``gradients`` (with those that enter). Nothing waits for the
+host.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ __all__ = [
     "SSDTensors",
     "Summaries",
     "chunk_states",
+    "gate_gradient",
     "gradients",
     "outputs",
     "pair_gradients",
@@ -101,8 +103,8 @@ class Summaries:
 
 @dataclass(frozen=True)
 class SSDGradients:
-    """Gradients of the inputs, in their shapes and dtypes, and of the states that enter the segments
-    ``[num_segments * b, H, P, N]``."""
+    """Gradients of the inputs but the gate, in their shapes and dtypes, and of the states that enter
+    the segments ``[num_segments * b, H, P, N]``."""
 
     dx: Tensor
     ddt: Tensor
@@ -110,7 +112,6 @@ class SSDGradients:
     dB: Tensor
     dC: Tensor
     dD: Tensor | None
-    dz: Tensor | None
     ddt_bias: Tensor | None
     dincoming: Tensor
 
@@ -250,6 +251,57 @@ def scores(x: SSDTensors, config: SSDConfig, tables: SSDTables) -> Tensor:
     return result
 
 
+def _output(
+    x: SSDTensors,
+    steps: SSDSteps,
+    config: SSDConfig,
+    tables: SSDTables,
+    pairs: Tensor,
+    states: tuple[Any, ...],
+    y: Tensor,
+    outgoing: Tensor | None,
+    backward: tuple[Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    batch, tokens, heads, groups, _, _ = x.sizes
+    launch(
+        ssd_output_kernel,
+        _walks(x, config, tables),
+        *_rows(x.x),
+        *_rows(x.z),
+        *_rows(x.B),
+        *_rows(x.C),
+        *_rows(x.dt),
+        x.A,
+        x.dt_bias,
+        x.D,
+        steps.low,
+        steps.high,
+        pairs,
+        *states,
+        y,
+        outgoing,
+        *_rows(backward[0]),
+        *backward[1:],
+        tables.pieces,
+        batch,
+        tokens,
+        heads,
+        groups,
+        tables.num_chunks,
+        CUT=tables.cut,
+        SOFTPLUS=steps.softplus,
+        CHANNEL_D=x.D is not None and x.D.dim() == 2,
+        **_blocks(x, config),
+        **_run(config.output),
+    )
+
+
+def _like(tensor: Tensor, tables: SSDTables) -> Tensor:
+    """A dense tensor whose rows of no segment are zero."""
+    make = torch.zeros if tables.gaps else torch.empty
+    return make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
 def outputs(
     x: SSDTensors,
     steps: SSDSteps,
@@ -266,43 +318,35 @@ def outputs(
         pairs: from ``scores``.
         incoming: float32 ``[num_segments * b, H, P, N]``, states that enter the segments.
     """
-    batch, tokens, heads, groups, headdim, dstate = x.sizes
-    y = (torch.zeros if tables.gaps else torch.empty)(x.x.shape, dtype=x.x.dtype, device=x.x.device)
-    outgoing = torch.empty_like(incoming)
+    batch, _, heads, _, headdim, dstate = x.sizes
     states = summaries.states
     if states is None:
         states = incoming.new_empty(tables.num_rows * batch, heads, headdim, dstate)
-    launch(
-        ssd_output_kernel,
-        _walks(x, config, tables),
-        *_rows(x.x),
-        *_rows(x.z),
-        *_rows(x.B),
-        *_rows(x.C),
-        *_rows(x.dt),
-        x.A,
-        x.dt_bias,
-        x.D,
-        steps.low,
-        steps.high,
-        pairs,
-        incoming,
-        states,
-        summaries.before,
-        y,
-        outgoing,
-        tables.pieces,
-        batch,
-        tokens,
-        heads,
-        groups,
-        CUT=tables.cut,
-        SOFTPLUS=steps.softplus,
-        CHANNEL_D=x.D is not None and x.D.dim() == 2,
-        **_blocks(x, config),
-        **_run(config.output),
-    )
+    y, outgoing = _like(x.x, tables), torch.empty_like(incoming)
+    entering = (incoming, states, summaries.before)
+    _output(x, steps, config, tables, pairs, entering, y, outgoing, (None, None, None))
     return y, outgoing, states
+
+
+def gate_gradient(
+    x: SSDTensors,
+    steps: SSDSteps,
+    config: SSDConfig,
+    tables: SSDTables,
+    entering: Tensor,
+    dy: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the states before every chunk, as ``chunk_states``, the gradient of z, and that of the
+    output before the gate: one walk that computes that output again."""
+    batch, _, heads, _, headdim, dstate = x.sizes
+    assert x.z is not None
+    shape = (batch, tables.num_chunks, heads, headdim, dstate)
+    h = torch.empty(shape, dtype=config.dtype, device=dy.device)
+    dz, pairs = _like(x.z, tables), scores(x, config, tables)
+    gated = torch.empty(x.x.shape, dtype=x.x.dtype, device=dy.device)
+    entered = (None, entering, None)
+    _output(x, steps, config, tables, pairs, entered, dz, None, (dy, gated, h))
+    return h, dz, gated
 
 
 def chunk_states(
@@ -378,7 +422,6 @@ def _tokenwise(x: SSDTensors, steps: SSDSteps, dy: Tensor) -> tuple[Any, ...]:
     return (
         *_rows(x.x),
         *_rows(dy),
-        *_rows(x.z),
         *_rows(x.B),
         *_rows(x.C),
         *_rows(x.dt),
@@ -412,7 +455,8 @@ def _gradient_launch(
 def pair_gradients(
     x: SSDTensors, steps: SSDSteps, config: SSDConfig, tables: SSDTables, dy: Tensor
 ) -> PairGrads:
-    """Compute what needs no state. Rows of no segment are not written."""
+    """Compute what needs no state, from the gradient of the output before the gate. Rows of no
+    segment are not written."""
     batch, tokens, heads, groups, _, _ = x.sizes
     device = x.x.device
     splits, grid, sizes, constants = _gradient_launch(x, steps, config, tables)
@@ -449,14 +493,14 @@ def gradients(
     dy: Tensor,
     incoming: Tensor,
 ) -> SSDGradients:
-    """Compute every gradient of the rank's inputs.
+    """Compute every gradient of the rank's inputs but the gate's.
 
     Args:
         tables, reverse: of the forward and of the backward.
         summaries: of the backward.
-        h: from ``chunk_states``, forward.
+        h: from ``chunk_states``, forward, or ``gate_gradient``.
         pairs: from ``pair_gradients``; overwritten.
-        dy: gradient of the output.
+        dy: gradient of the output; of x without a gate, since ``gate_gradient`` has it applied.
         incoming: float32 ``[num_segments * b, H, P, N]``, gradients of the states that leave the
             segments.
     """
@@ -474,19 +518,14 @@ def gradients(
         forward=h,
     )
     assert dincoming is not None
-    make = torch.zeros if tables.gaps else torch.empty
-
-    def like(tensor: Tensor) -> Tensor:
-        return make(tensor.shape, dtype=tensor.dtype, device=device)
-
     splits, grid, sizes, constants = _gradient_launch(x, steps, config, tables)
     num_sums = constants["SUMS"]
-    dx, ddt, dB, dC = like(x.x), like(x.dt), like(x.B), like(x.C)
-    dz = None if x.z is None else like(x.z)
+    dx, ddt, dB, dC = (_like(tensor, tables) for tensor in (x.x, x.dt, x.B, x.C))
     dB_parts, dC_parts = dB, dC
     if splits > 1:
-        dB_parts = make(splits, *x.B.shape, dtype=torch.float32, device=device)
-        dC_parts = make(splits, *x.B.shape, dtype=torch.float32, device=device)
+        # Parts of rows of no segment are summed too.
+        make = torch.zeros if tables.gaps else torch.empty
+        dB_parts, dC_parts = make(2, splits, *x.B.shape, dtype=torch.float32, device=device)
     launch(
         ssd_write_grads_kernel,
         grid,
@@ -510,7 +549,6 @@ def gradients(
         pairs.dscores,
         pairs.dd,
         pairs.da,
-        dz,
         dC_parts,
         ddt,
         pairs.sums,
@@ -552,4 +590,4 @@ def gradients(
             num_warps=4,
             num_stages=1,
         )
-    return SSDGradients(dx, ddt, dA, dB, dC, dD, dz, ddt_bias, dincoming)
+    return SSDGradients(dx, ddt, dA, dB, dC, dD, ddt_bias, dincoming)

@@ -9,7 +9,7 @@ With L(i, j) = exp(G_i - G_j) for j <= i, scores R = C B^T, e_j = exp(G_end - G_
 A program holds a chunk and heads of one group, so that sums over heads are made in registers. Those
 of dR, dB and dC together do not fit: one kernel takes pairs, one what token j writes (x, B), both
 with j as row so that no product needs the transpose of what belongs to pairs, and the last what
-token i reads (C, the gate).
+token i reads (C). With a gate, dY is the gradient of the output before it.
 
 The log decay of token t takes part wherever something earlier is read at t or later: pairs, writes
 before t that leave the chunk, S as it passes by, and reads of S at t or later. Each is summed
@@ -29,10 +29,21 @@ from cptransport_kernels.ssd_states import (
     chunk_steps,
     free_step,
     load_bias,
-    load_gated,
     load_rate,
     load_rows,
 )
+
+
+@triton.jit
+def _before(b_before, b_through, b_next_before, b_next_through):
+    return b_through + b_next_before, b_through + b_next_through
+
+
+@triton.jit
+def sum_before(b_v):
+    """Return the sum over earlier tokens of each token, which a token's own value never enters."""
+    b_before, _ = tl.associative_scan((tl.zeros_like(b_v), b_v), 0, _before)
+    return b_before
 
 
 @triton.jit
@@ -59,9 +70,6 @@ def ssd_pair_grads_kernel(
     p_dy,
     dy_b,
     dy_t,
-    p_z,
-    z_b,
-    z_t,
     p_B,
     B_b,
     B_t,
@@ -126,8 +134,6 @@ def ssd_pair_grads_kernel(
     p_dt += i_b * dt_b + t * dt_t
     hv0 = (i_b * T + t) * H
     group0 = (i_b * T + t) * G + i_g
-    if p_z is not None:
-        p_z += i_b * z_b + t * z_t
     b_B = load_rows(p_B + i_b * B_b + t * B_t + i_g * N, o_t, B_t, o_n, m_row & m_n).to(CT)
     b_C = load_rows(p_C + i_b * C_b + t * C_t + i_g * N, o_t, C_t, o_n, m_row & m_n).to(CT)
     # [j, i]
@@ -155,7 +161,6 @@ def ssd_pair_grads_kernel(
         b_l = tl.exp2(tl.minimum(b_between, 0.0))
         p_xh = p_x + i_h * P
         p_dyh = p_dy + i_h * P
-        p_zh = p_z + i_h * P if p_z is not None else None
         chunk_head = (i_b * NC + i_c) * H + i_h
         o_h = hv0 + i_h + o_t * H
         p_sum = p_sums + chunk_head * SUMS + 2
@@ -164,7 +169,7 @@ def ssd_pair_grads_kernel(
             o_p = i_p * BP + tl.arange(0, BP)
             m_x = m_row & (o_p < P)[None, :]
             b_x = load_rows(p_xh, o_t, x_t, o_p, m_x)
-            b_dy = load_gated(p_dyh, p_zh, o_t, dy_t, z_t, o_p, m_x)
+            b_dy = load_rows(p_dyh, o_t, dy_t, o_p, m_x).to(tl.float32)
             if p_D is not None and CHANNEL_D:
                 tl.store(p_sum + o_p, tl.sum(b_x.to(tl.float32) * b_dy, axis=0), mask=o_p < P)
             b_dm = tl.dot(b_x.to(CT), tl.trans(b_dy.to(CT)), b_dm, input_precision=PREC)
@@ -196,9 +201,6 @@ def ssd_write_grads_kernel(
     p_dy,
     dy_b,
     dy_t,
-    p_z,
-    z_b,
-    z_t,
     p_B,
     B_b,
     B_t,
@@ -266,14 +268,11 @@ def ssd_write_grads_kernel(
     p_dt += i_b * dt_b + t * dt_t
     hv0 = (i_b * T + t) * H
     group0 = (i_b * T + t) * G + i_g
-    if p_z is not None:
-        p_z += i_b * z_b + t * z_t
     b_B = load_rows(p_B + i_b * B_b + t * B_t + i_g * N, o_t, B_t, o_n, m_row & m_n).to(CT)
     b_C = load_rows(p_C + i_b * C_b + t * C_t + i_g * N, o_t, C_t, o_n, m_row & m_n).to(CT)
     # [j, i]
     causal = o_t[:, None] <= o_t[None, :]
     b_scores = tl.where(causal, tl.dot(b_B, tl.trans(b_C), input_precision=PREC), 0.0)
-    earlier = o_t[:, None] < o_t[None, :]
     b_dB = tl.zeros([BT, BN], tl.float32)
 
     group = H // G
@@ -294,7 +293,6 @@ def ssd_write_grads_kernel(
         b_l = tl.exp2(tl.minimum(b_between, 0.0))
         p_xh = p_x + i_h * P
         p_dyh = p_dy + i_h * P
-        p_zh = p_z + i_h * P if p_z is not None else None
         chunk_head = (i_b * NC + i_c) * H + i_h
         o_h = hv0 + i_h + o_t * H
         end_coarse, end_fine = chunk_end(b_coarse, b_fine, o_t, BT)
@@ -306,7 +304,7 @@ def ssd_write_grads_kernel(
             o_p = i_p * BP + tl.arange(0, BP)
             m_x = m_row & (o_p < P)[None, :]
             b_xf = load_rows(p_xh, o_t, x_t, o_p, m_x).to(tl.float32)
-            b_dy = load_gated(p_dyh, p_zh, o_t, dy_t, z_t, o_p, m_x)
+            b_dy = load_rows(p_dyh, o_t, dy_t, o_p, m_x).to(tl.float32)
             b_ds = load_rows(p_dh + chunk_head * P * N, o_p, N, o_n, (o_p < P)[:, None] & m_n)
             b_dx = tl.dot(b_B, tl.trans(b_ds), input_precision=PREC) * b_write[:, None]
             b_w += tl.sum(b_xf * b_dx, axis=1)
@@ -325,7 +323,7 @@ def ssd_write_grads_kernel(
             passing += tl.load(p_here + chunk_head)
         b_dd = tl.load(p_dd + o_h, mask=m_t, other=0.0) + b_w
         b_da = tl.load(p_da + o_h, mask=m_t, other=0.0)
-        b_da += tl.sum(tl.where(earlier, (b_w * b_d)[:, None], 0.0), axis=0)
+        b_da += sum_before(b_w * b_d)
         b_da += tl.exp2(end_coarse + end_fine) * passing
         tl.store(p_dd + o_h, b_dd, mask=m_t)
         tl.store(p_da + o_h, b_da, mask=m_t)
@@ -346,9 +344,6 @@ def ssd_read_grads_kernel(
     p_dy,
     dy_b,
     dy_t,
-    p_z,
-    z_b,
-    z_t,
     p_B,
     B_b,
     B_t,
@@ -367,7 +362,6 @@ def ssd_read_grads_kernel(
     p_dscores,
     p_dd,
     p_da,
-    p_dz,
     p_dC,
     p_ddt,
     p_sums,
@@ -389,8 +383,8 @@ def ssd_read_grads_kernel(
     CHANNEL_D: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Gradients of C and, with a gate, of z; what reads of the state say of log decays, and with
-    that the gradient of dt and the sums of A and dt_bias. Arguments as the kernels before, whose
+    """Gradients of C; what reads of the state say of log decays, and with that the gradient of dt and
+    the sums of A and dt_bias. Arguments as the kernels before, whose
     results it takes; ``p_h`` are the states before the chunks."""
     CT: tl.constexpr = p_h.dtype.element_ty
     NP: tl.constexpr = (P + BP - 1) // BP
@@ -410,14 +404,7 @@ def ssd_read_grads_kernel(
     p_dt += i_b * dt_b + t * dt_t
     hv0 = (i_b * T + t) * H
     group0 = (i_b * T + t) * G + i_g
-    p_B += i_b * B_b + t * B_t + i_g * N
     b_C = load_rows(p_C + i_b * C_b + t * C_t + i_g * N, o_t, C_t, o_n, m_row & m_n).to(CT)
-    if p_z is not None:
-        p_x += i_b * x_b + t * x_t
-        p_z += i_b * z_b + t * z_t
-        b_B = load_rows(p_B, o_t, B_t, o_n, m_row & m_n).to(CT)
-        b_scores = tl.dot(b_C, tl.trans(b_B), input_precision=PREC)
-        b_scores = tl.where(o_t[:, None] >= o_t[None, :], b_scores, 0.0)
     b_dC = tl.zeros([BT, BN], tl.float32)
 
     group = H // G
@@ -431,37 +418,16 @@ def ssd_read_grads_kernel(
         b_read = tl.exp2(b_coarse + b_fine)
         chunk_head = (i_b * NC + i_c) * H + i_h
         p_dyh = p_dy + i_h * P
-        p_zh = p_z + i_h * P if p_z is not None else None
-        if p_z is not None:
-            # For the output before the gate.
-            b_between = b_coarse[:, None] - b_coarse[None, :]
-            b_between += b_fine[:, None] - b_fine[None, :]
-            b_m = b_scores * tl.exp2(tl.minimum(b_between, 0.0)) * b_d[None, :]
         b_r = tl.zeros([BT], tl.float32)
         for i_p in tl.static_range(NP):
             o_p = i_p * BP + tl.arange(0, BP)
             m_x = m_row & (o_p < P)[None, :]
             b_s = load_rows(p_h + chunk_head * P * N, o_p, N, o_n, (o_p < P)[:, None] & m_n)
-            b_dy = load_gated(p_dyh, p_zh, o_t, dy_t, z_t, o_p, m_x)
+            b_dy = load_rows(p_dyh, o_t, dy_t, o_p, m_x).to(tl.float32)
             b_y = tl.dot(b_C, tl.trans(b_s), input_precision=PREC) * b_read[:, None]
             b_r += tl.sum(b_dy * b_y, axis=1)
             b_dy = (b_dy * b_read[:, None]).to(CT)
             b_dC = tl.dot(b_dy, b_s, b_dC, input_precision=PREC)
-            if p_z is not None:
-                b_x = load_rows(p_x + i_h * P, o_t, x_t, o_p, m_x)
-                b_y = tl.dot(b_m.to(CT), b_x.to(CT), b_y, input_precision=PREC)
-                if p_D is not None:
-                    if CHANNEL_D:
-                        b_D = tl.load(p_D + i_h * P + o_p, mask=o_p < P, other=0.0).to(tl.float32)
-                        b_y += b_x.to(tl.float32) * b_D[None, :]
-                    else:
-                        b_y += b_x.to(tl.float32) * tl.load(p_D + i_h).to(tl.float32)
-                b_z = load_rows(p_zh, o_t, z_t, o_p, m_x).to(tl.float32)
-                b_sig = tl.sigmoid(b_z)
-                b_y *= b_sig * (1.0 + b_z * (1.0 - b_sig))
-                b_y *= load_rows(p_dyh, o_t, dy_t, o_p, m_x).to(tl.float32)
-                p_rows = p_dz + (hv0 + i_h) * P + o_t[:, None] * (H * P) + o_p[None, :]
-                tl.store(p_rows, b_y.to(p_dz.dtype.element_ty), mask=m_x)
         o_h = hv0 + i_h + o_t * H
         b_da = tl.load(p_da + o_h, mask=m_t, other=0.0) + tl.cumsum(b_r, axis=0, reverse=True)
         b_dd = tl.load(p_dd + o_h, mask=m_t, other=0.0)
@@ -477,7 +443,7 @@ def ssd_read_grads_kernel(
     part = split.to(tl.int64) * B * T * G + group0
     o_tt = o_t[:, None] * (G * BT) + o_t[None, :]
     b_dscores = tl.load(p_dscores + part * BT + o_tt, mask=m_row, other=0.0)
-    b_B = load_rows(p_B, o_t, B_t, o_n, m_row & m_n).to(CT)
+    b_B = load_rows(p_B + i_b * B_b + t * B_t + i_g * N, o_t, B_t, o_n, m_row & m_n).to(CT)
     b_dC = tl.dot(tl.trans(b_dscores), b_B, b_dC, input_precision=PREC)
     p_rows = p_dC + part * N + o_t[:, None] * (G * N) + o_n[None, :]
     tl.store(p_rows, b_dC.to(p_dC.dtype.element_ty), mask=m_row & m_n)

@@ -87,9 +87,9 @@ def ssd_config(input_dtype: torch.dtype, headdim: int, dstate: int) -> SSDConfig
             scores=Run(4, 1),
             output=Run(warps, 2),
             states=Run(warps, 2),
-            pair_grads=Run(warps, 1),
-            write_grads=Run(warps, 1),
-            read_grads=Run(warps, 1),
+            pair_grads=Run(warps, 2),
+            write_grads=Run(warps, 2),
+            read_grads=Run(warps, 2),
         )
     return SSDConfig(
         dtype=torch.float32,
@@ -97,13 +97,13 @@ def ssd_config(input_dtype: torch.dtype, headdim: int, dstate: int) -> SSDConfig
         chunk=32,
         channels=channels,
         columns=columns,
-        summary=Run(4, 1),
-        scores=Run(4, 1),
-        output=Run(4, 1),
-        states=Run(4, 1),
-        pair_grads=Run(4, 1),
-        write_grads=Run(4, 1),
-        read_grads=Run(4, 1),
+        summary=Run(8, 1),
+        scores=Run(8, 1),
+        output=Run(8, 1),
+        states=Run(8, 1),
+        pair_grads=Run(8, 1),
+        write_grads=Run(8, 1),
+        read_grads=Run(8, 1),
     )
 
 

@@ -61,7 +61,7 @@ def ssd_scores_kernel(
     tl.store(p_scores + o, b_scores.to(CT), mask=m_row)
 
 
-@triton.jit(do_not_specialize=["B", "T", "H", "G"])
+@triton.jit(do_not_specialize=["B", "T", "H", "G", "NC"])
 def ssd_output_kernel(
     p_x,
     x_b,
@@ -89,11 +89,17 @@ def ssd_output_kernel(
     p_before,
     p_y,
     p_outgoing,
+    p_dy,
+    dy_b,
+    dy_t,
+    p_gated,
+    p_h,
     p_pieces,
     B,
     T,
     H,
     G,
+    NC,
     P: tl.constexpr,
     N: tl.constexpr,
     BT: tl.constexpr,
@@ -104,8 +110,13 @@ def ssd_output_kernel(
     CHANNEL_D: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Outputs, final states and the states that enter pieces (``p_states``, kept for the backward);
-    one program per piece, head and block of BP channels."""
+    """Outputs, states that leave segments and those that enter pieces (``p_states``, kept for the
+    backward); one program per piece, head and block of BP channels.
+
+    In the backward of a gate, with ``p_dy``, states that enter are complete. Then ``p_y`` is the
+    gradient of the gate, ``p_gated`` that of the output before it, and ``p_h`` [B, NC, H, P, N] the
+    state before every chunk.
+    """
     CT: tl.constexpr = p_scores.dtype.element_ty
     NP: tl.constexpr = (P + BP - 1) // BP
     i_pb = tl.program_id(0) % NP
@@ -128,7 +139,8 @@ def ssd_output_kernel(
         p_incoming, p_states, p_before, i_p, row, segment, i_b, i_h, o_s, m_s, B, H, P * N, CUT
     )
     p_row = p_states + ((tl.maximum(row, 0) * B + i_b) * H + i_h) * P * N
-    tl.store(p_row + o_s, b_s, mask=m_s & (row >= 0))
+    if p_incoming is not None:
+        tl.store(p_row + o_s, b_s, mask=m_s & (row >= 0))
 
     bias = load_bias(p_dt_bias, i_h)
     rate = load_rate(p_A, i_h)
@@ -154,6 +166,9 @@ def ssd_output_kernel(
             p_dt + t * dt_t, o_t * dt_t, m_t, bias, rate, dt_min, dt_max, SOFTPLUS
         )
         end_coarse, end_fine = chunk_end(b_coarse, b_fine, o_t, BT)
+        if p_h is not None:
+            chunk = i_b * NC + tl.load(p_pieces + i_p * 8 + 3) + i
+            tl.store(p_h + (chunk * H + i_h) * (P * N) + o_s, b_s.to(CT), mask=m_s)
         b_C = load_rows(p_C + t * C_t, o_t, C_t, o_n, m_row & m_n).to(CT)
         b_y = tl.dot(b_C, tl.trans(b_s.to(CT)), input_precision=PREC)
         b_y *= tl.exp2(b_coarse + b_fine)[:, None]
@@ -170,7 +185,16 @@ def ssd_output_kernel(
         if p_z is not None:
             p_rows = p_z + i_b * z_b + t * z_t + i_h * P
             b_z = load_rows(p_rows, o_t, z_t, o_p, m_row & m_p).to(tl.float32)
-            b_y *= b_z * tl.sigmoid(b_z)
+            b_gate = tl.sigmoid(b_z)
+            if p_dy is not None:
+                p_rows = p_dy + i_b * dy_b + t * dy_t + i_h * P
+                b_dy = load_rows(p_rows, o_t, dy_t, o_p, m_row & m_p).to(tl.float32)
+                b_y *= b_dy * b_gate * (1.0 + b_z * (1.0 - b_gate))
+                b_dy *= b_z * b_gate
+                p_rows = p_gated + ((i_b * T + t) * H + i_h) * P
+                tl.store(p_rows + o_y, b_dy.to(p_gated.dtype.element_ty), mask=m_row & m_p)
+            else:
+                b_y *= b_z * b_gate
         p_rows = p_y + ((i_b * T + t) * H + i_h) * P
         tl.store(p_rows + o_y, b_y.to(p_y.dtype.element_ty), mask=m_row & m_p)
         b_w = tl.exp2((end_coarse - b_coarse) + (end_fine - b_fine)) * b_d
@@ -178,6 +202,6 @@ def ssd_output_kernel(
         b_x = (b_x * b_w[:, None]).to(CT)
         b_s *= tl.exp2(end_coarse + end_fine)
         b_s = tl.dot(tl.trans(b_x), b_B, b_s, input_precision=PREC)
-    if tl.load(p_pieces + i_p * 8 + 6) != 0:
-        out = (segment * B + i_b) * H + i_h
-        tl.store(p_outgoing + out * P * N + o_s, b_s, mask=m_s)
+    if p_outgoing is not None:
+        m_s = m_s & (tl.load(p_pieces + i_p * 8 + 6) != 0)
+        tl.store(p_outgoing + ((segment * B + i_b) * H + i_h) * P * N + o_s, b_s, mask=m_s)

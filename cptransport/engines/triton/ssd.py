@@ -11,7 +11,7 @@ there are as many as fill a GPU, whatever the length.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -219,8 +219,14 @@ class TritonSSD:
         """Compute the states of all chunks again and what pairs of tokens say, wait, then the rest."""
         plan, x = local_grad.meta.plan, local_grad.tensors
         tables = local_grad.meta.tables
-        h, _, _ = kernels.chunk_states(x, plan.steps, plan.config, tables, local_grad.entering)
-        pairs = kernels.pair_gradients(x, plan.steps, plan.config, tables, local_grad.dy)
+        given = (x, plan.steps, plan.config, tables)
+        dy, dz = local_grad.dy, None
+        if x.z is None:
+            h, _, _ = kernels.chunk_states(*given, local_grad.entering)
+        else:
+            h, dz, dy = kernels.gate_gradient(*given, local_grad.entering, dy)
+            x = replace(x, z=None)
+        pairs = kernels.pair_gradients(x, plan.steps, plan.config, tables, dy)
         grads = kernels.gradients(
             x,
             plan.steps,
@@ -230,8 +236,9 @@ class TritonSSD:
             local_grad.summaries,
             h,
             pairs,
-            local_grad.dy,
+            dy,
             grad_outgoing(),
         )
-        inputs = {name: getattr(grads, "d" + name) for name in _TOKENS + _PARAMETERS}
+        found = {**vars(grads), "dz": dz}
+        inputs = {name: found["d" + name] for name in _TOKENS + _PARAMETERS}
         return Grads(inputs, grads.dincoming)
