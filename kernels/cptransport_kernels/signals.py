@@ -67,7 +67,7 @@ TABLE_PARTS = 4
 _STEP_BITS = tl.constexpr(STEP_BITS)
 _STEP_MASK = tl.constexpr((1 << STEP_BITS) - 1)
 #: How many looks at the flags come to one at the host's word.
-_LOOKS_AT_HOST = tl.constexpr(64)
+_LOOKS_AT_HOST = tl.constexpr(512)
 _COPY_BLOCK = 1024
 _MAX_COPY_PROGRAMS = 256
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signal kernels in Triton's interpreter: which flags they write, what they wait for, what they report.
+"""The signal kernels: which flags they write, what they wait for, what they report.
 
-The interpreter has neither scopes nor a device clock, so the three functions that are inline assembly
-are plain loads, stores and the host's clock here. Ranks are boards in memory of one process.
+On a GPU where there is one, else in Triton's interpreter. That has neither scopes nor a device clock,
+so the three functions that are inline assembly are plain loads, stores and the host's clock there.
+Ranks are boards in memory of one process.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-if torch.cuda.is_available():
-    pytest.skip("on a GPU the contract suite runs the kernels", allow_module_level=True)
-
 from cptransport.signal_kernels import load_kernels
 from cptransport_kernels import signals
 from cptransport_kernels.launch import count_launches
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 SLOTS = 4
 LONG_NS = 60 * 10**9
@@ -28,6 +30,9 @@ LONG_NS = 60 * 10**9
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if ON_GPU:
+        return
+
     def store(addresses: Any, values: Any, mask: Any) -> None:
         tl.store(addresses.to(tl.pointer_type(tl.int64)), values, mask=mask)
 
@@ -43,9 +48,10 @@ class Rank:
         lanes = signals.lanes(len(boards))
         table = [board.data_ptr() for board in boards]
         self.rank, self.board, self.others = rank, boards[rank], boards
-        self.boards = torch.tensor(table + [table[rank]] * (lanes - len(boards)))
-        self.counters = torch.zeros(SLOTS, dtype=torch.int64)
-        self.error = torch.zeros(5, dtype=torch.int64)
+        self.boards = torch.tensor(table + [table[rank]] * (lanes - len(boards)), device=DEVICE)
+        self.counters = torch.zeros(SLOTS, dtype=torch.int64, device=DEVICE)
+        error = torch.zeros(5, dtype=torch.int64)
+        self.error = error.pin_memory() if ON_GPU else error
 
     def stage(self, slot: int = 1, **arguments: int) -> None:
         given = {"releases": 0, "waits": 0, "depth": 2, "timeout_ns": LONG_NS, **arguments}
@@ -69,7 +75,7 @@ class Rank:
     def locate(
         self, regions: Tensor, sources: int, offsets: list[int], present: list[int], **more: int
     ) -> Tensor:
-        table = torch.full((len(offsets), self.boards.numel()), -1)
+        table = torch.full((len(offsets), self.boards.numel()), -1, device=DEVICE)
         given = {"slot": 1, "nan_address": -77, "step": 0, "timeout_ns": LONG_NS, **more}
         signals.locate(
             *self._tables(regions),
@@ -86,12 +92,20 @@ class Rank:
 
     @property
     def report(self) -> list[int]:
-        return self.error[:3].tolist()
+        return self.words[:3]
+
+    @property
+    def words(self) -> list[int]:
+        if ON_GPU:
+            torch.cuda.synchronize()
+        return self.error.tolist()
 
 
 def ranks_of(world_size: int) -> list[Rank]:
     lanes = signals.lanes(world_size)
-    boards = [torch.zeros(SLOTS, 2, lanes, dtype=torch.int64) for _ in range(world_size)]
+    boards = [
+        torch.zeros(SLOTS, 2, lanes, dtype=torch.int64, device=DEVICE) for _ in range(world_size)
+    ]
     return [Rank(rank, boards) for rank in range(world_size)]
 
 
@@ -106,7 +120,11 @@ def flags(ranks: list[Rank]) -> dict[tuple[int, int, int, int], int]:
 
 def regions_of(ranks: list[Rank], memory: list[Tensor]) -> Tensor:
     table = [each.data_ptr() for each in memory]
-    return torch.tensor(table + [table[0]] * (ranks[0].boards.numel() - len(table)))
+    return torch.tensor(table + [table[0]] * (ranks[0].boards.numel() - len(table)), device=DEVICE)
+
+
+def zeros(nbytes: int) -> Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=DEVICE)
 
 
 def stamp(generation: int, step: int = 0) -> int:
@@ -141,7 +159,7 @@ def test_stage_waits_for_the_generation_that_it_reuses() -> None:
         first.stage(waits=0b10 if number > 2 else 0)
     assert first.report == [0, 0, 0]
     first.stage(waits=0b10)
-    assert first.error.tolist() == [0] * 5
+    assert first.words == [0] * 5
     first.stage(waits=0b10, timeout_ns=10**6)  # 5 is not released yet
     assert first.report == [2, 1, 7]
 
@@ -162,15 +180,15 @@ def test_the_first_expired_wait_is_reported_and_later_ones_do_not_wait() -> None
     me = ranks[0]
     me.stage()
     start = time.monotonic()
-    me.fetch(regions_of(ranks, [torch.zeros(8)] * 3), torch.zeros(8), 2, 0, timeout_ns=2 * 10**8)
-    assert time.monotonic() - start >= 0.2
+    me.fetch(regions_of(ranks, [zeros(8)] * 3), zeros(8), 2, 0, timeout_ns=2 * 10**8)
     assert me.report == [3, 1, 1]
+    assert time.monotonic() - start >= 0.2
     assert me.counters[0] == 1
     start = time.monotonic()
     me.barrier(0b111, slot=2, count=True)
     me.stage(slot=3, waits=0b010, depth=0)
-    assert time.monotonic() - start < 5.0
     assert me.report == [3, 1, 1]
+    assert time.monotonic() - start < 5.0
 
 
 def test_the_host_ends_a_wait() -> None:
@@ -179,9 +197,9 @@ def test_the_host_ends_a_wait() -> None:
     me.error[3] = 1
     start = time.monotonic()
     me.barrier(0b11)
-    assert time.monotonic() - start < 20.0
     assert me.report == [2, 1, 1]
-    assert me.error[4] == 1
+    assert time.monotonic() - start < 20.0
+    assert me.words[4] == 1
 
 
 @pytest.mark.parametrize("count", [False, True])
@@ -200,11 +218,11 @@ def test_barrier_names_who_is_missing(count: bool) -> None:
 
 def test_another_step_is_reported_and_gives_no_data() -> None:
     ranks = ranks_of(2)
-    memory = [torch.arange(4.0), torch.arange(4.0, 8.0)]
+    memory = [torch.arange(4.0, device=DEVICE), torch.arange(4.0, 8.0, device=DEVICE)]
     for rank in ranks:
         rank.stage()
     ranks[1].publish(0b01, step=5)
-    got = torch.zeros(16, dtype=torch.uint8)
+    got = zeros(16)
     ranks[0].fetch(regions_of(ranks, memory), got, 1, 0, step=5)
     assert got.view(torch.float32).tolist() == [4.0, 5.0, 6.0, 7.0]
     ranks[0].fetch(regions_of(ranks, memory), got, 1, 0, step=4)
@@ -214,7 +232,7 @@ def test_another_step_is_reported_and_gives_no_data() -> None:
 
 def test_a_publisher_that_is_ahead_is_neither_late_nor_astray() -> None:
     ranks = ranks_of(2)
-    memory = [torch.zeros(4), torch.ones(4)]
+    memory = [zeros(16), zeros(16)]
     ranks[0].stage()
     for step in (1, 2):
         ranks[1].stage()
@@ -227,7 +245,7 @@ def test_a_publisher_that_is_ahead_is_neither_late_nor_astray() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_locate_writes_addresses_nothing_and_nan(parts: int) -> None:
     ranks = ranks_of(3)
-    memory = [torch.zeros(64) for _ in range(3)]
+    memory = [zeros(256) for _ in range(3)]
     for rank in ranks:
         rank.stage()
     ranks[1].publish(0b001)
@@ -247,11 +265,11 @@ def test_locate_writes_addresses_nothing_and_nan(parts: int) -> None:
 @pytest.mark.parametrize("offset", [0, 1, 4, 8])
 def test_fetch_copies_bytes_of_any_count_from_any_offset(nbytes: int, offset: int) -> None:
     ranks = ranks_of(2)
-    source = torch.randint(0, 256, (nbytes + offset + 8,), dtype=torch.uint8)
+    source = torch.randint(0, 256, (nbytes + offset + 8,), dtype=torch.uint8, device=DEVICE)
     for rank in ranks:
         rank.stage()
     ranks[1].publish(0b01)
-    whole = torch.full((nbytes + 16,), 7, dtype=torch.uint8)
+    whole = torch.full((nbytes + 16,), 7, dtype=torch.uint8, device=DEVICE)
     ranks[0].fetch(regions_of(ranks, [source, source]), whole[8 : 8 + nbytes], 1, offset)
     assert torch.equal(whole[8 : 8 + nbytes], source[offset : offset + nbytes])
     assert whole[:8].eq(7).all()
