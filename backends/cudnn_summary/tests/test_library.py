@@ -35,12 +35,14 @@ def cudnn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
     def forget() -> None:
         library._find.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "cudnn"]:
-            monkeypatch.delitem(sys.modules, name)
+            del sys.modules[name]
 
     monkeypatch.setattr(library, "version", lambda distribution: "9.9.9")
+    before = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "cudnn"}
     forget()
     yield put
     forget()
+    sys.modules.update(before)
 
 
 def absent(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
