@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from cptransport.testing import pool
+from cptransport.testing import RankPool
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check
 from cptransport.testing.op_random import random_spec
@@ -31,8 +32,16 @@ def specs(composition: list[str]) -> list[OpSpec]:
     return drawn
 
 
-def runs(backend: str, env: dict[str, str], calls: list[OpSpec]) -> list[list[RankRun]]:
-    ranks = pool(backend, RANKS, 1, device="cpu", env=env)
+@pytest.fixture(scope="module")
+def ranks(heaps: str) -> Iterator[RankPool]:
+    """Ranks whose cases run on the backend that the pool is given last."""
+    env = {"NVSHMEM_SYMMETRIC_SIZE": "64M", "FAKE_NVSHMEM_FOLDER": heaps}
+    with RankPool("gloo", RANKS, 1, device="cpu", env=env) as pool:
+        yield pool
+
+
+def runs(ranks: RankPool, backend: str, calls: list[OpSpec]) -> list[list[RankRun]]:
+    ranks.backend = backend
     found = ranks.run(run_specs, timeout_s=120, specs=[call.to_json() for call in calls])
     return [[rank[number] for rank in found] for number in range(len(calls))]
 
@@ -41,14 +50,13 @@ def runs(backend: str, env: dict[str, str], calls: list[OpSpec]) -> list[list[Ra
     ("backend", "composition"),
     [("SIGNAL", ["gather", "handoff", "scan"]), ("BARRIER", ["gather", "scan"])],
 )
-def test_ops(heaps: str, backend: str, composition: list[str]) -> None:
-    env = {"NVSHMEM_SYMMETRIC_SIZE": "64M", "FAKE_NVSHMEM_FOLDER": heaps}
+def test_ops(ranks: RankPool, backend: str, composition: list[str]) -> None:
     calls = specs(composition)
-    mine = runs(f"fake_nvshmem:{backend}", env, calls)
-    other = runs("gloo", {}, calls)
-    for call, ranks, right in zip(calls, mine, other, strict=True):
-        check(OpCase.of(call), ranks)
-        for rank, (a, b) in enumerate(zip(ranks, right, strict=True)):
+    mine = runs(ranks, f"fake_nvshmem:{backend}", calls)
+    other = runs(ranks, "gloo", calls)
+    for call, here, there in zip(calls, mine, other, strict=True):
+        check(OpCase.of(call), here)
+        for rank, (a, b) in enumerate(zip(here, there, strict=True)):
             assert a.record is not None
             assert a.record.transport == f"nvshmem_{backend.lower()}"
             different = [name for name in values(b) if not same(values(a)[name], values(b)[name])]

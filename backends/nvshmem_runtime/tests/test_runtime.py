@@ -44,7 +44,8 @@ def run(heaps: str) -> Any:
         env = {"NVSHMEM_SYMMETRIC_SIZE": "16M", "FAKE_NVSHMEM_FOLDER": heaps}
         if own:
             env["TEST"] = case.__name__
-        ranks = pool(f"fake_nvshmem:{backend}", 2, 1, device="cpu", env=env)
+        ranks = pool("fake_nvshmem:SIGNAL", 2, 1, device="cpu", env=env)
+        ranks.backend = f"fake_nvshmem:{backend}"  # of this case
         return ranks.run(case, transport=False, timeout_s=60, transport_timeout_s=15, **kwargs)
 
     return run
