@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cptransport import CPContext, build_plan
-from cptransport.ops import causal_conv1d, last_run
+from cptransport.ops import causal_conv1d, last_run, mamba_split_conv1d_scan_combined
 from cptransport.testing.numerics import relative_rms
 from cptransport.testing.recorded import RecordedTransport, record
 from cptransport.transport import BoundaryTransport
@@ -115,18 +115,20 @@ def alone(case: Case) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+#: Few, since each is compiled anew.
 @pytest.mark.parametrize(
-    ("channels", "width", "offsets"),
+    ("dtype", "channels", "width", "offsets"),
     [
-        (256, 4, [0, 700]),
-        (6144, 4, [0, 130, 131, 131, 300]),
-        (50, 3, [0, 1, 2, 2, 200]),
-        (129, 8, [0, 70, 300]),
-        (96, 2, [0, 300]),
-        (96, 1, [0, 300]),
-        (72, 9, [0, 3, 200]),
-        (40, 31, [0, 90, 200]),
+        (torch.bfloat16, 256, 4, [0, 700]),
+        (torch.bfloat16, 6144, 4, [0, 130, 131, 131, 300]),
+        (torch.bfloat16, 50, 3, [0, 1, 2, 2, 200]),
+        (torch.bfloat16, 129, 8, [0, 70, 300]),
+        (torch.bfloat16, 96, 1, [0, 300]),
+        (torch.bfloat16, 72, 9, [0, 3, 200]),
+        (torch.float16, 136, 4, [0, 130, 300]),
+        (torch.float32, 136, 4, [0, 130, 300]),
+        (torch.float32, 96, 2, [0, 300]),
+        (torch.float32, 40, 31, [0, 90, 200]),
     ],
 )
 def test_equals_torch(dtype: torch.dtype, channels: int, width: int, offsets: list[int]) -> None:
@@ -134,7 +136,7 @@ def test_equals_torch(dtype: torch.dtype, channels: int, width: int, offsets: li
     check(alone(case), case.step(LoopbackTransport(torch.device("cpu"), 30.0)), LIMITS[dtype])
 
 
-@pytest.mark.parametrize("width", [5, 6, 7])
+@pytest.mark.parametrize("width", [5, 7])
 def test_other_widths_and_a_batch(width: int) -> None:
     case = Case([0, 150], 64, width, batch=3, silu=False)
     expected = case.step(LoopbackTransport(torch.device("cpu"), 30.0))
@@ -282,3 +284,43 @@ def test_float64_stays_with_torch() -> None:
     record_: Any = last_run()
     assert record_.engine == "torch"
     assert "float64" in dict(record_.reasons)["triton"]
+
+
+def test_a_mixer_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolution and scan on the kernels, between columns of one projection."""
+    monkeypatch.setenv("CULA_CP_COMPOSITION", "gather")
+    nheads, headdim, ngroups, dstate = 4, 64, 2, 64
+    inner, channels = nheads * headdim, nheads * headdim + 2 * ngroups * dstate
+    plan = build_plan([0, 90, 390], world_size=4, layout="zigzag")
+    torch.manual_seed(0)
+    zxbcdt = torch.randn(1, 390, inner + channels + nheads).bfloat16()
+    parameters = [
+        torch.randn(channels, 4) / 2,
+        torch.randn(channels) / 4,
+        torch.randn(nheads),
+        -torch.rand(nheads),
+        torch.ones(nheads),
+    ]
+
+    def step(transport: BoundaryTransport) -> dict[str, Tensor]:
+        device = transport.device
+        leaves = [
+            plan.shard(zxbcdt, transport.rank).to(device),
+            *(p.to(device) for p in parameters),
+        ]
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        y = mamba_split_conv1d_scan_combined(
+            *leaves, 64, cp_context=CPContext(plan, transport), headdim=headdim, ngroups=ngroups
+        )
+        assert isinstance(y, Tensor)
+        grads = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        names = ("zxbcdt", "weight", "bias", "dt_bias", "A", "D")
+        return {"y": y.detach(), **dict(zip(names, grads, strict=True))}
+
+    expected, recordings = record(step, 4)
+    for rank, right in enumerate(expected):
+        with count_launches() as counter:
+            found = step(RecordedTransport(recordings[rank], "cuda"))
+        assert counter["conv_fwd_kernel"] == counter["conv_bwd_kernel"] == 1
+        assert counter["conv_rows_kernel"] <= 2
+        check(found, right, 2e-2)
