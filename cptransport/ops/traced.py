@@ -74,14 +74,6 @@ def register(call: Callable[..., Any], likes: Likes) -> None:
     _ops[call.__name__] = _Op(call, likes)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _text(
-    title: str, context: str, given: str, absent: str, tracked: str, settings: str, *values: Any
-) -> str:
-    named = dict(zip(settings.split(), values, strict=True))
-    return json.dumps([title, context, given.split(), absent.split(), tracked.split(), named])
-
-
 def trace(
     title: str,
     context: CPContext,
@@ -99,11 +91,13 @@ def trace(
     Returns:
         Output and final states; without those the second has no elements.
     """
+    from cptransport.ops.traced_text import text_of
+
     given = {name: x for name, x in tensors.items() if x is not None}
     tracked = [n for n, x in given.items() if x.requires_grad] if torch.is_grad_enabled() else []
     absent = [name for name, x in tensors.items() if x is None]
     names = tuple(" ".join(some) for some in (given, absent, tracked, settings))
-    text = _text(title, context.key, *names, *settings.values())
+    text = text_of(title, context.key, *names, *settings.values())
     output, final, _ = torch.ops.cptransport.op(list(given.values()), text)
     return output, final
 
