@@ -81,15 +81,12 @@ def test_what_tests_are_asked_for_exists(driver: ModuleType, tmp_path: Path) -> 
 
 def test_every_test_that_needs_a_gpu_is_in_a_step(driver: ModuleType, tmp_path: Path) -> None:
     asked = " ".join(word for step in driver.steps(tmp_path, 2) for word in step.arguments)
-    needs = re.compile(r"^(pytestmark = .*|    |@)(pytest\.)?mark\.(gpu|multigpu)", re.MULTILINE)
-    found = [
-        path.relative_to(ROOT).as_posix()
-        for folder in ("tests", "backends")
-        for path in sorted((ROOT / folder).rglob("test_*.py"))
-        if needs.search(path.read_text(encoding="utf-8"))
-    ]
-    assert len(found) > 12
+    found = sys.modules["steps"].marked()
+    assert {"tests/kernels/test_kda_gpu.py", "tests/test_select.py"} <= {*found}
     assert [path for path in found if path not in asked] == []
+    (others,) = [step for step in driver.steps(tmp_path, 2) if step.name == "other tests"]
+    assert "tests/test_select.py" in others.arguments
+    assert not any(path.startswith("tests/gpu/") for path in others.arguments)
 
 
 def programme(driver: ModuleType, code: str, **changes: object) -> object:

@@ -15,6 +15,7 @@ Everything but times runs side by side. ``estimate_s`` says how long a step take
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,13 +43,9 @@ TINY = (
 )
 
 
-#: Tests with a CUDA part among those of other subjects.
-OTHERS = (
-    "tests/bench/test_recorded.py",
-    "tests/engines/test_torch_gpu.py",
-    "tests/planning/test_layouts.py",
-    "tests/test_select.py",
-)
+ROOT = Path(__file__).resolve().parents[2]
+#: Marks a test that needs a GPU.
+MARKED = re.compile(r"^(pytestmark = .*|    |@)(pytest\.)?mark\.(gpu|multigpu)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -90,14 +87,29 @@ def steps(out: Path, gpus: int) -> list[Step]:
         out: where documents go.
         gpus: how many there are; group ``D`` has that many ranks.
     """
-    return [*_transports(out), *_kernels(out), *_times(out), *_many_gpus(out, gpus)]
+    made = [*_transports(out), *_kernels(out), *_times(out), *_many_gpus(out, gpus)]
+    return [*made, Step("other tests", "B", _others(made), 60, 150, rehearsal=None)]
 
 
 def _found(folder: str, pattern: str) -> tuple[str, ...]:
     """Return the test files of a folder; the pattern where there are none, so that the step fails."""
-    root = Path(__file__).resolve().parents[2]
-    files = sorted((root / folder).glob(pattern))
-    return tuple(path.relative_to(root).as_posix() for path in files) or (f"{folder}/{pattern}",)
+    files = sorted((ROOT / folder).glob(pattern))
+    return tuple(path.relative_to(ROOT).as_posix() for path in files) or (f"{folder}/{pattern}",)
+
+
+def marked() -> tuple[str, ...]:
+    """Return all test files in which something needs a GPU."""
+    files = [
+        path for top in ("tests", "backends") for path in sorted((ROOT / top).rglob("test_*.py"))
+    ]
+    found = (path for path in files if MARKED.search(path.read_text(encoding="utf-8")))
+    return tuple(path.relative_to(ROOT).as_posix() for path in found)
+
+
+def _others(taken: Sequence[Step]) -> tuple[str, ...]:
+    """Return those that no step takes: a CUDA part among tests of other subjects."""
+    asked = {word.partition("::")[0] for step in taken for word in step.arguments}
+    return tuple(path for path in marked() if path not in asked)
 
 
 # ------------------------------------------------------------------------------------------- A and B
@@ -237,7 +249,6 @@ def _kernels(out: Path) -> list[Step]:
         *(_ops("B", *pair) for pair in pairs),
         *(_capture("B", *pair) for pair in pairs),
         Step("long sequences", "B", ("tests/gpu/test_long_gpu.py",), 90, 200),
-        Step("other tests", "B", OTHERS, 60, 150, rehearsal=None),
         Step("large", "B", ("tests/gpu/test_large_gpu.py",), 60, 150),
         Step("cold start", "B", ("tests/gpu/test_cold_gpu.py",), 80, 180),
         *sanitizers,
