@@ -56,8 +56,8 @@ test: $(INSTALLED)
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
 		|| { echo 'the torch of $(PYTHON) sees no CUDA device'; exit 1; }
-	PYTHONPATH=$(SOURCES)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m pytest \
-		-m '(gpu or multigpu) and not slow' $(ARGS)
+	PYTHONPATH=$(SOURCES)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tests/gpu/run_all.py \
+		--group A,B --budget-s 3600 --out build/test-gpu $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check --output-format concise .

@@ -3,8 +3,8 @@
 
 ::
 
-    python3 -m pip install --no-deps --target /tmp/cudnn .whl/nvidia_cudnn_frontend-*.whl
-    PYTHONPATH=.:kernels:backends/nccl:backends/cupy_ipc:backends/cudnn_summary:/tmp/cudnn \
+    pip install nvidia-cudnn-frontend==1.32.0 apache-tvm-ffi
+    PYTHONPATH=.:kernels:backends/nccl:backends/cupy_ipc:backends/cudnn_summary \
         python3 -m pytest -q backends/cudnn_summary/tests/test_gpu.py -m gpu
 
 Ranks share the GPU, through MPS where it starts. ``-k alone`` needs one process and a minute.
