@@ -158,7 +158,7 @@ def ssd_pair_grads_kernel(
         )
         b_between = (b_coarse[None, :] - b_coarse[:, None]) + (b_fine[None, :] - b_fine[:, None])
         # Of pairs that are not causal, anything finite: scores and their gradients are zero there.
-        b_l = tl.exp2(tl.minimum(b_between, 0.0))
+        b_l = tl.exp2(tl.where(causal, b_between, 0.0))
         p_xh = p_x + i_h * P
         p_dyh = p_dy + i_h * P
         chunk_head = (i_b * NC + i_c) * H + i_h
@@ -290,7 +290,7 @@ def ssd_write_grads_kernel(
         )
         b_between = (b_coarse[None, :] - b_coarse[:, None]) + (b_fine[None, :] - b_fine[:, None])
         # Of pairs that are not causal, anything finite: scores and their gradients are zero there.
-        b_l = tl.exp2(tl.minimum(b_between, 0.0))
+        b_l = tl.exp2(tl.where(causal, b_between, 0.0))
         p_xh = p_x + i_h * P
         p_dyh = p_dy + i_h * P
         chunk_head = (i_b * NC + i_c) * H + i_h

@@ -156,6 +156,7 @@ def ssd_output_kernel(
     p_dt += i_b * dt_b + i_h
     o_y = o_t[:, None] * (H * P) + o_p[None, :]
     o_tt = o_t[:, None] * (G * BT) + o_t[None, :]
+    causal = o_t[:, None] >= o_t[None, :]
     t0 = start.to(tl.int64)
     for i in range(tl.cdiv(length, BT)):
         # One 64-bit address per tensor, 32-bit offsets inside the chunk.
@@ -176,7 +177,7 @@ def ssd_output_kernel(
         b_m = tl.load(p_rows + o_tt, mask=m_row, other=0.0).to(tl.float32)
         b_between = (b_coarse[:, None] - b_coarse[None, :]) + (b_fine[:, None] - b_fine[None, :])
         # Of pairs that are not causal, anything finite: their scores are zero.
-        b_m *= tl.exp2(tl.minimum(b_between, 0.0)) * b_d[None, :]
+        b_m *= tl.exp2(tl.where(causal, b_between, 0.0)) * b_d[None, :]
         b_x = load_rows(p_x + t * x_t, o_t, x_t, o_p, m_row & m_p)
         b_y = tl.dot(b_m.to(CT), b_x.to(CT), b_y, input_precision=PREC)
         b_x = b_x.to(tl.float32)

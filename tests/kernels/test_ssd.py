@@ -96,7 +96,7 @@ def test_clamped_steps_have_no_gradient(device: str) -> None:
     assert actual.grads["dt"][~outside].all()
 
 
-@pytest.mark.parametrize("rate", [0.0, -20.0, -1e4, -3e38, -math.inf])
+@pytest.mark.parametrize("rate", [0.1, 0.0, -20.0, -1e4, -3e38, -math.inf])
 def test_decays(rate: float, device: str) -> None:
     strong = case([0, 40])
     strong.inputs["A"][1:3] = rate
