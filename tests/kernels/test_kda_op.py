@@ -72,3 +72,14 @@ def test_a_compiled_program_runs_the_kernels() -> None:
     (eager, want), (compiled, got) = found
     assert compiled == eager
     assert all(map(torch.equal, got, want))
+
+
+def test_double_backward_is_refused() -> None:
+    """Also where the loss is linear in o, so that no gradient that comes in leads back."""
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan([0, 5], world_size=1), transport)
+    q = torch.rand(1, 5, 1, 16, requires_grad=True)
+    o, _ = chunk_kda(q, q, q, -q.exp(), q[..., 0], cp_context=context, engine="triton")
+    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(cptransport.OpInputError, match="double backward"):
+        grad.sum().backward()
