@@ -168,6 +168,7 @@ def _transports(out: Path) -> list[Step]:
     contract = [step for pair in own for step in _contract("A", out, *pair)]
     return [
         _warm("A"),
+        Step("signal kernels", "A", ("tests/kernels/test_signals.py",), 30, 100, rehearsal=None),
         Step("fla bits", "A", ("tests/integrations/test_fla_gpu.py", "-k", "same_bits"), 150, 280),
         *contract,
         *(_ops("A", *pair) for pair in own),
