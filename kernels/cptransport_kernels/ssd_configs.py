@@ -91,10 +91,12 @@ def ssd_config(input_dtype: torch.dtype, headdim: int, dstate: int) -> SSDConfig
             write_grads=Run(warps, 2),
             read_grads=Run(warps, 2),
         )
+    precise = input_dtype == torch.float32
     return SSDConfig(
         dtype=torch.float32,
-        precision="tf32x3" if input_dtype == torch.float32 else "tf32",
-        chunk=32,
+        precision="tf32x3" if precise else "tf32",
+        # Operands of whole rows are in registers here.
+        chunk=16 if columns > (64 if precise else 128) else 32,
         channels=channels,
         columns=columns,
         summary=Run(8, 1),

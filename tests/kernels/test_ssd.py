@@ -45,6 +45,7 @@ def case(
         ([0, 36], 2, {"batch": 2, "optional": EVERYTHING, "dt_softplus": True}),
         ([0, 21, 50], 2, {"heads": (2, 2), "optional": ("z",), "plan": {"layout": "zigzag"}}),
         ([0, 40], 2, {"heads": (1, 2), "dims": (17, 33)}),
+        ([0, 35], 2, {"heads": (1, 2), "dims": (70, 6), "optional": EVERYTHING}),
     ],
 )
 def test_matches_recurrence_on_every_rank(
