@@ -104,6 +104,11 @@ def _close_while_waited_for(ranks: Ranks, limit_s: float) -> None:
     transport.close()
 
 
+#: Seconds before each look at what a process holds, until it holds no more than before: threads may
+#: have been told to end, or be asking the store.
+_PAUSES = (0.05, 0.2, 0.5, 1.0)
+
+
 def _handles() -> dict[str, int]:
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):  # what malloc merely keeps is no leak
@@ -125,14 +130,18 @@ def _assert_no_growth(ranks: Ranks, work: Callable[[], None], **limits: int) -> 
     ranks.sync()
     work()
     ranks.sync()
-    time.sleep(0.05)  # threads that were told to end
-    after = _handles() if looks else {}
+    grown: dict[str, tuple[int, int]] = {}
+    for pause in _PAUSES if looks else ():
+        time.sleep(pause)
+        after = _handles()
+        grown = {
+            name: (value, after[name])
+            for name, value in before.items()
+            if after[name] - value > limits[name.replace(" ", "_")]
+        }
+        if not grown:
+            break
     ranks.sync()
-    grown = {
-        name: (value, after[name])
-        for name, value in before.items()
-        if after[name] - value > limits[name.replace(" ", "_")]
-    }
     assert not grown, f"grew from, to: {grown}"
 
 
