@@ -14,13 +14,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.runtime import driver
 
-__all__ = ["Bound", "bind", "count_launches", "interpreted", "launch", "on_gpu"]
+__all__ = ["Bound", "bind", "count_launches", "interpreted", "launch", "on_gpu", "processors"]
 
 _counters: list[Counter[str]] = []
 #: The interpreter replaces parts of ``triton.language`` while it runs a kernel: one at a time.
@@ -34,6 +36,14 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def interpreted() -> bool:
     """Return whether kernels run in Triton's interpreter, on CPU tensors."""
     return _INTERPRETED
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors; 1 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def on_gpu(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cptransport_kernels.launch import launch, on_gpu
+from cptransport_kernels.launch import launch, on_gpu, processors
 from cptransport_kernels.ssd_chunk_backward import (
     ssd_group_grads_kernel,
     ssd_pair_grads_kernel,
@@ -24,7 +24,7 @@ from cptransport_kernels.ssd_chunk_backward import (
     ssd_read_grads_kernel,
     ssd_write_grads_kernel,
 )
-from cptransport_kernels.ssd_configs import SSDConfig, processors, ssd_splits
+from cptransport_kernels.ssd_configs import SSDConfig, ssd_splits
 from cptransport_kernels.ssd_output import ssd_output_kernel, ssd_scores_kernel
 from cptransport_kernels.ssd_states import (
     ssd_chunk_states_kernel,

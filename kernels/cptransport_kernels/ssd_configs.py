@@ -6,12 +6,11 @@ what fits registers and shared memory of sm_90.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
-__all__ = ["SSDConfig", "processors", "ssd_config", "ssd_piece_tokens", "ssd_splits"]
+__all__ = ["SSDConfig", "ssd_config", "ssd_piece_tokens", "ssd_splits"]
 
 
 class Run(NamedTuple):
@@ -19,14 +18,6 @@ class Run(NamedTuple):
 
     warps: int
     stages: int
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Return the number of a GPU's multiprocessors; 1 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @dataclass(frozen=True)

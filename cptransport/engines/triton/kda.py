@@ -35,7 +35,7 @@ from cptransport.transport import PartSpec
 from cptransport_kernels.configs import HEAD_DIMS, head_dims, kda_config, piece_tokens
 from cptransport_kernels.kda import KDAForward, KDAKept, KDATensors
 from cptransport_kernels.kda_kernels import KDAKernels, Transforms, kda_kernels
-from cptransport_kernels.launch import interpreted
+from cptransport_kernels.launch import interpreted, processors
 from cptransport_kernels.pieces import Pieces, SegmentSpec, build_pieces
 
 __all__ = ["TritonKDA"]
@@ -100,7 +100,7 @@ def _plan(
             batch * value_heads,
             value_dim,
             config,
-            _processors(device),
+            processors(device),
         ),
         batch=batch,
         tokens=tokens,
@@ -143,13 +143,6 @@ class _LocalGrad:
     kept: KDAKept
     do: Tensor
     de: Tensor | None
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class TritonKDA:

@@ -30,9 +30,9 @@ from cptransport.engines import (
     StateTable,
 )
 from cptransport.transport import PartSpec
-from cptransport_kernels.launch import interpreted
+from cptransport_kernels.launch import interpreted, processors
 from cptransport_kernels.ssd import SSDSteps, SSDTensors, Summaries
-from cptransport_kernels.ssd_configs import SSDConfig, processors, ssd_config, ssd_piece_tokens
+from cptransport_kernels.ssd_configs import SSDConfig, ssd_config, ssd_piece_tokens
 from cptransport_kernels.ssd_tables import SSDSegment, SSDTables, build_ssd_tables
 
 __all__ = ["TritonSSD"]
