@@ -48,10 +48,22 @@ $(INSTALLED): pyproject.toml $(addsuffix /pyproject.toml,$(BACKENDS))
 demo: $(INSTALLED)
 	$(BIN)/cptransport demo $(ARGS)
 
-# One thread per process: rank processes and threads would otherwise fight over the cores.
+# One thread per process: rank processes and threads would otherwise fight over the cores. Tests that
+# mostly compute run beside those that mostly wait for each other, which come first.
+PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	-m 'not gpu and not multigpu and not slow'
+COMPUTING := $(addprefix tests/,engines kernels layout_conversion mixer_modes ops planning)
+
 test: $(INSTALLED)
-	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
-		-m 'not gpu and not multigpu and not slow' $(ARGS)
+ifeq ($(ARGS),)
+	@mkdir -p build
+	@nice -n 5 env $(PYTEST) $(COMPUTING) >build/test-computing.log 2>&1 & computing=$$!; \
+	trap "kill $$computing 2>/dev/null" EXIT; trap 'exit 130' INT TERM; \
+	env $(PYTEST) $(addprefix --ignore=,$(COMPUTING)); status=$$?; \
+	wait $$computing || status=1; cat build/test-computing.log; exit $$status
+else
+	env $(PYTEST) $(ARGS)
+endif
 
 test-gpu:
 	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from cptransport import registry
-from cptransport.errors import CPTransportError
+from cptransport.errors import BackendUnavailableError, CPTransportError
 from cptransport.launch import (
     MpsDaemon,
     MpsUnavailableError,
@@ -143,7 +143,10 @@ def on_ranks(
 
     Raises:
         CaseError: the case raised or did not end on some rank.
+        BackendUnavailableError: ``"cuda"``, and torch sees no CUDA device.
     """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BackendUnavailableError("torch sees no CUDA device")
     if torchrun_world() is not None and backend != "threads":
         return _in_place(case, backend, device, timeout_s / 4, kwargs)
     env = advised_environment(backend, torch.device(device))

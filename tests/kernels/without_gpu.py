@@ -30,6 +30,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 import cptransport
+import cptransport_kernels
 from cptransport import merge
 from cptransport.engines import KDAInputs, KDAOptions, LocalSegment, Need, OutputGrads
 from cptransport.engines.triton import KDA_ENGINE
@@ -38,7 +39,10 @@ from cptransport.testing.recorded import RecordedTransport, record
 from cptransport.transport import BoundaryTransport
 from cptransport_kernels import launch
 
-REPOSITORY = str(Path(cptransport.__file__).parents[1])
+#: The packages of this repository; an environment may be inside its folder.
+PACKAGES = tuple(
+    str(Path(package.__file__).parent) for package in (cptransport, cptransport_kernels)
+)
 TOKENS, HEADS, DIM = 1024, 2, 128
 
 
@@ -161,7 +165,7 @@ def count_calls(run: Callable[[], None]) -> int:
     def see(frame: Any, event: str, argument: object) -> None:
         nonlocal count
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(REPOSITORY) and code.co_name[0] != "<":
+        if event == "call" and code.co_filename.startswith(PACKAGES) and code.co_name[0] != "<":
             count += 1
 
     sys.setprofile(see)
