@@ -29,6 +29,7 @@ from cptransport.ops.inputs import (
     check_context,
     check_floating,
     check_shape,
+    count_states,
     op_device,
     refuse_upstream,
     state_dtype,
@@ -97,7 +98,7 @@ def causal_conv1d(
     Source: ``causal_conv1d`` of the package of that name, and FLA's ``ShortConvolution``.
     """
     transport = check_context(cp_context).transport
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
         given = {
             "x": x, "weight": weight, "bias": bias, "residual": residual,
@@ -327,7 +328,7 @@ def _like(
 ) -> tuple[Like, Like | None]:
     """Return what ``causal_conv1d`` gives for inputs that fit together."""
     x = given["x"]
-    states = check_batch("x", x, context)
+    states = count_states(x, context)
     final = ((states, x.shape[2], given["weight"].shape[1] - 1), x.dtype)
     return (tuple(x.shape), x.dtype), final if settings["output_final_state"] else None
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_floating",
     "check_same_dtype",
     "check_shape",
+    "count_states",
     "describe_call",
     "op_device",
     "refuse_upstream",
@@ -102,7 +103,13 @@ def check_batch(name: str, tensor: Tensor, context: CPContext) -> int:
         raise OpInputError(
             f"{name}: rank {context.rank} has {length} local rows, its plan says {expected}"
         )
-    return batch if sequences == 1 else sequences
+    return count_states(tensor, context)
+
+
+def count_states(tensor: Tensor, context: CPContext) -> int:
+    """Return the number of states N of ``[B, T, ...]`` that fits the plan; checks nothing."""
+    sequences = context.plan.num_sequences
+    return tensor.shape[0] if sequences == 1 else sequences
 
 
 def state_dtype(tensor: Tensor) -> torch.dtype:

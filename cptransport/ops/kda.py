@@ -21,6 +21,7 @@ from cptransport.ops.inputs import (
     check_floating,
     check_same_dtype,
     check_shape,
+    count_states,
     op_device,
     refuse_upstream,
     state_dtype,
@@ -151,7 +152,7 @@ def chunk_kda(
         allow_neg_eigval,
         output_final_state,
     )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         refuse_upstream("chunk_kda", upstream, _UPSTREAM)
         given = {**dict(zip(_NAMES, tensors, strict=True)), "initial_state": initial_state}
         named = {"output_final_state": output_final_state, **settings._asdict()}
@@ -194,7 +195,9 @@ def kda_forward(
     thd = getattr(q, "ndim", 0) == 3
     tokens = (x[None] if thd else x for x in (q, k, v, g, beta))
     tensors = (*tokens, A_log, dt_bias)
-    known = {name: options.pop(name) for name in _Settings._fields if name in options}
+    known = {
+        name: options.pop(name) for name in _Settings._fields if name in options and name != "final"
+    }
     settings = _Settings(**known)._replace(final=True)  # its gradient may be given later
 
     def prepare() -> tuple[OpCall, str]:
@@ -379,7 +382,7 @@ def _like(
 ) -> tuple[Like, Like | None]:
     """Return what ``chunk_kda`` gives for inputs that fit together."""
     q, v = given["q"], given["v"]
-    states = check_batch("q", q, context)
+    states = count_states(q, context)
     sizes = (q.shape[3], v.shape[3])
     shape = (states, v.shape[2], *(sizes[::-1] if settings["state_v_first"] else sizes))
     final = (shape, state_dtype(v)) if settings["output_final_state"] else None

@@ -20,6 +20,7 @@ from cptransport.ops.inputs import (
     check_floating,
     check_same_dtype,
     check_shape,
+    count_states,
     op_device,
     refuse_upstream,
     state_dtype,
@@ -124,7 +125,7 @@ def mamba_chunk_scan_combined(
     Source: Mamba-2 paper, section 6; argument names as ``mamba_ssm.ops.triton.ssd_combined``.
     """
     check_context(cp_context)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
         given = {
             "x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias,
@@ -140,6 +141,7 @@ def mamba_chunk_scan_combined(
 
     def prepare() -> tuple[OpCall, str]:
         refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
+        check_chunk_size(chunk_size)  # here, since 16.0 would be remembered as 16
         return recall(
             cp_context,
             "mamba_chunk_scan_combined",
@@ -345,7 +347,7 @@ def _like(
 ) -> tuple[Like, Like | None]:
     """Return what ``mamba_chunk_scan_combined`` gives for inputs that fit together."""
     x = given["x"]
-    states = check_batch("x", x, context)
+    states = count_states(x, context)
     final = ((states, *x.shape[2:], given["B"].shape[3]), state_dtype(x))
     return (tuple(x.shape), x.dtype), final if settings["return_final_states"] else None
 

@@ -19,6 +19,7 @@ from cptransport.ops.inputs import (
     check_context,
     check_floating,
     check_shape,
+    count_states,
     op_device,
     refuse_upstream,
     state_dtype,
@@ -102,7 +103,7 @@ def mamba_split_conv1d_scan_combined(
         ``mamba_ssm.ops.triton.ssd_combined.mamba_split_conv1d_scan_combined``.
     """
     transport = check_context(cp_context).transport
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         refuse_upstream(_TITLE, upstream, _UPSTREAM)
         given = {
             "zxbcdt": zxbcdt, "conv1d_weight": conv1d_weight, "conv1d_bias": conv1d_bias,
@@ -232,7 +233,7 @@ def _like(
 ) -> tuple[Like, Like | None]:
     """Return what the op gives for inputs that fit together."""
     x, nheads = given["zxbcdt"], given["A"].shape[0]
-    states = check_batch("zxbcdt", x, context)
+    states = count_states(x, context)
     inner = nheads * settings["headdim"]
     dstate = (given["conv1d_weight"].shape[0] - inner) // (2 * settings["ngroups"])
     final = ((states, nheads, settings["headdim"], dstate), state_dtype(x))

@@ -10,7 +10,7 @@ choice of engine and composition, is made when the program runs.
 What the backward needs does not pass through the graph either, since only the engine knows what
 that is. The operator returns a *ticket*, a number in a CPU tensor; what it stands for lives as long
 as the memory of that tensor, which autograd keeps as it would keep the rest. Hooks on saved tensors
-(offloading, say) therefore see the ticket and the inputs.
+(offloading, say) therefore see the ticket and the inputs, and must not copy the ticket.
 
 Collective: the graphs of all ranks must hold the same ops in the same order. An output that nothing
 uses is cut from a graph with its op, on that rank alone; ``join_backward`` uses it.
@@ -91,13 +91,13 @@ def trace(
     Returns:
         Output and final states; without those the second has no elements.
     """
-    from cptransport.ops.traced_text import text_of
+    from cptransport.ops.traced_text import fixed, text_of
 
     given = {name: x for name, x in tensors.items() if x is not None}
     tracked = [n for n, x in given.items() if x.requires_grad] if torch.is_grad_enabled() else []
     absent = [name for name, x in tensors.items() if x is None]
     names = tuple(" ".join(some) for some in (given, absent, tracked, settings))
-    text = text_of(title, context.key, *names, *settings.values())
+    text = text_of(title, context.key, *names, *map(fixed, settings.values()))
     output, final, _ = torch.ops.cptransport.op(list(given.values()), text)
     return output, final
 
@@ -169,7 +169,10 @@ def _op_backward(
 ) -> list[Tensor]:
     call, kept = _Call.of(inputs, text), _kept.get(int(ticket))
     if kept is None:
-        raise OpInputError("the forward of this op kept nothing for a backward")
+        raise OpInputError(
+            "the forward of this op kept nothing for a backward; hooks on saved tensors that copy "
+            "CPU tensors are not served with compiled ops"
+        )
     with _with_autograd():
         grads = torch.autograd.grad(
             kept.edges,

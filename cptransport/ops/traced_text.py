@@ -10,8 +10,16 @@ import json
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-__all__ = ["text_of"]
+__all__ = ["fixed", "text_of"]
+
+
+def fixed(setting: Any) -> Any:
+    """Return a setting as it is now: a number that the compiler holds variable becomes a constant of the graph."""
+    if isinstance(setting, (tuple, list)):
+        return tuple(fixed(each) for each in setting)
+    return guard_scalar(setting) if isinstance(setting, (bool, int, float)) else setting
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -178,3 +178,46 @@ def test_the_operator_describes_itself_rightly() -> None:
     torch.library.opcheck(
         torch.ops.cptransport.op, ([x, weight], text), test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_options_may_come_from_outside_and_change(dynamic: bool | None) -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, g = (torch.randn(1, 12, 2, 3, generator=generator) for _ in range(4))
+
+    def run(scale: float, low: float, chunk_size: int) -> Tensor:
+        o, _ = chunk_kda(q, k, v, -g.abs(), g.sum(-1), cp_context=context, scale=scale)
+        y = mamba_chunk_scan_combined(
+            q, k.sum(-1).abs(), -g[0, 0, :, 0].abs(), k, v, chunk_size, cp_context=context,
+            dt_limit=(low, float("inf")),
+        )  # fmt: skip
+        return o + y
+
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=dynamic)
+    for given in ((0.5, 0.1, 16), (0.25, 0.2, 32), (0.75, 0.0, 16)):
+        assert torch.equal(compiled(*given), run(*given))
+
+
+def test_a_compilation_on_another_thread_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``is_compiling`` is true for the whole process then; an eager call must not enter the graph's way."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    monkeypatch.setattr(traced, "_ops", {})
+    for mixer in ("kda", "ssd", "mamba"):
+        layer = Layer(mixer, context, True)
+        assert all(each is not None for each in gradients(layer, layer, 12))
+
+
+@pytest.mark.parametrize("fn", [torch.clone, lambda x: x.detach().numpy().copy()])
+def test_hooks_that_copy_the_ticket_are_told(fn: Callable[[Tensor], Any]) -> None:
+    transport = cptransport.create_transport(backend="loopback")
+    context = cptransport.CPContext(cptransport.build_plan(OFFSETS, world_size=1), transport)
+    layer = Layer("kda", context, False)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    with torch.autograd.graph.saved_tensors_hooks(fn, torch.as_tensor):
+        loss = compiled(torch.randn(1, 12, 6))
+    with pytest.raises(cptransport.OpInputError, match="hooks on saved tensors that copy"):
+        loss.backward()
