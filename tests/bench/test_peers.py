@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ranks import bench, rows
+from test_among_ranks import bench, rows
 from torch import Tensor
 
 from cptransport.bench import baselines
