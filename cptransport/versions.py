@@ -10,7 +10,7 @@ import torch
 
 import cptransport
 
-__all__ = ["installed", "versions"]
+__all__ = ["versions"]
 
 #: Name -> the distributions that may provide it, the first that is installed counts.
 _DISTRIBUTIONS = {
@@ -38,13 +38,13 @@ def versions() -> dict[str, str | None]:
         "nccl": _nccl(),
     }
     for name, distributions in _DISTRIBUTIONS.items():
-        found[name] = next((v for v in map(installed, distributions) if v), None)
+        found[name] = next((v for v in map(_installed, distributions) if v), None)
     if (number := torch.backends.cudnn.version()) is not None:
         found["cudnn"] = f"{number // 10000}.{number // 100 % 100}.{number % 100}"
     return found
 
 
-def installed(distribution: str) -> str | None:
+def _installed(distribution: str) -> str | None:
     """Return the version of an installed distribution, or None."""
     try:
         return version(distribution)

@@ -98,19 +98,13 @@ def causal_conv1d(
     Source: ``causal_conv1d`` of the package of that name, and FLA's ``ShortConvolution``.
     """
     transport = check_context(cp_context).transport
-    if torch.compiler.is_dynamo_compiling():
-        refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
-        given = {
-            "x": x, "weight": weight, "bias": bias, "residual": residual,
-            "initial_state": initial_state,
-        }  # fmt: skip
-        named = {
-            "activation": activation, "output_final_state": output_final_state, "engine": engine
-        }  # fmt: skip
-        y, final_state = trace("causal_conv1d", cp_context, given, named)
-        return y, final_state if output_final_state else None
     settings = _Settings(activation, bool(output_final_state), engine)
     tensors = (x, weight, bias, residual, initial_state)
+    if torch.compiler.is_dynamo_compiling():
+        refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
+        given = dict(zip(_NAMES, tensors, strict=True))
+        y, final_state = trace("causal_conv1d", cp_context, given, settings._asdict())
+        return y, final_state if output_final_state else None
 
     def prepare() -> tuple[ConvCall, str]:
         refuse_upstream("causal_conv1d", upstream, _UPSTREAM)
@@ -128,9 +122,14 @@ def causal_conv1d(
 
 
 class _Settings(NamedTuple):
+    """The arguments of ``causal_conv1d`` that are no tensors."""
+
     activation: str | None
-    final: bool
+    output_final_state: bool
     engine: str | None
+
+
+_NAMES = ("x", "weight", "bias", "residual", "initial_state")
 
 
 def _make(
@@ -160,13 +159,7 @@ def _make(
         check_shape("residual", residual, (batch, length, channels), "[B, T, D]")
     if initial_state is not None:
         check_shape("initial_state", initial_state, (states, channels, width - 1), "[N, D, W-1]")
-    given = {
-        "x": x,
-        "weight": weight,
-        "bias": bias,
-        "residual": residual,
-        "initial_state": initial_state,
-    }
+    given = dict(zip(_NAMES, (x, weight, bias, residual, initial_state), strict=True))
     transport, plan = context.transport, context.plan
     device = op_device(context, x)
     check_floating(given, device)
@@ -190,7 +183,7 @@ def _make(
         channels=channels,
         states=states,
         silu=activation is not None,
-        final=settings.final,
+        final=settings.output_final_state,
         overlap=overlap,
         dtype=x.dtype,
         compute=state_dtype(x),

@@ -155,9 +155,7 @@ def chunk_kda(
     if torch.compiler.is_dynamo_compiling():
         refuse_upstream("chunk_kda", upstream, _UPSTREAM)
         given = {**dict(zip(_NAMES, tensors, strict=True)), "initial_state": initial_state}
-        named = {"output_final_state": output_final_state, **settings._asdict()}
-        del named["final"]
-        o, final_state = trace("chunk_kda", cp_context, given, named)
+        o, final_state = trace("chunk_kda", cp_context, given, settings._asdict())
         return o, final_state if output_final_state else None
 
     def prepare() -> tuple[OpCall, str]:
@@ -195,10 +193,8 @@ def kda_forward(
     thd = getattr(q, "ndim", 0) == 3
     tokens = (x[None] if thd else x for x in (q, k, v, g, beta))
     tensors = (*tokens, A_log, dt_bias)
-    known = {
-        name: options.pop(name) for name in _Settings._fields if name in options and name != "final"
-    }
-    settings = _Settings(**known)._replace(final=True)  # its gradient may be given later
+    known = {name: options.pop(name) for name in _Settings._fields if name in options}
+    settings = _Settings(**known, output_final_state=True)  # its gradient may be given later
 
     def prepare() -> tuple[OpCall, str]:
         return _prepare(cp_context, tensors, initial_state, settings, options)
@@ -253,7 +249,7 @@ def kda_backward(saved: SavedCall, do: Tensor, d_final_state: Tensor | None = No
 
 
 class _Settings(NamedTuple):
-    """The arguments that are no tensors; names as in ``chunk_kda``, ``final`` is ``output_final_state``."""
+    """The arguments of ``chunk_kda`` that are no tensors."""
 
     scale: float | None = None
     engine: str | None = None
@@ -264,7 +260,7 @@ class _Settings(NamedTuple):
     lower_bound: float | None = None
     use_beta_sigmoid_in_kernel: bool = False
     allow_neg_eigval: bool = False
-    final: bool = False
+    output_final_state: bool = False
 
 
 _TOKENS = ("q", "k", "v", "g", "beta")
@@ -342,7 +338,9 @@ def _make(
         q, k, v, g, beta, a_log, dt_bias = tensors
         if dt_bias is not None:
             dt_bias = dt_bias.reshape(value_heads, key_dim)
-        return KDAInputs(q, k, v, g, beta, a_log, dt_bias, seed, options, settings.final)
+        return KDAInputs(
+            q, k, v, g, beta, a_log, dt_bias, seed, options, settings.output_final_state
+        )
 
     return make_call(
         "chunk_kda",
@@ -358,7 +356,7 @@ def _make(
         user_layout="v_major" if settings.state_v_first else "k_major",
         engine=settings.engine,
         flat={} if dt_bias is None else {"dt_bias": tuple(dt_bias.shape)},
-        final=settings.final,
+        final=settings.output_final_state,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -140,22 +140,15 @@ def mamba_chunk_scan_combined(
     inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
 
     def prepare() -> tuple[OpCall, str]:
-        refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
-        check_chunk_size(chunk_size)  # here, since 16.0 would be remembered as 16
-        return recall(
+        return prepare_scan(
+            inputs,
             cp_context,
-            "mamba_chunk_scan_combined",
-            (*inputs.tensors().values(), initial_states),
-            (chunk_size, dt_softplus, tuple(dt_limit), engine, return_final_states),
-            lambda: prepare_scan(
-                inputs,
-                cp_context,
-                chunk_size,
-                dt_softplus=dt_softplus,
-                dt_limit=dt_limit,
-                engine=engine,
-                final=return_final_states,
-            ),
+            chunk_size,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            engine=engine,
+            final=return_final_states,
+            **upstream,
         )
 
     call = checked(cp_context, "mamba_chunk_scan_combined", prepare)
@@ -191,7 +184,7 @@ def ssd_forward(
     inputs = ScanInputs(x, dt, A, B, C, D, z, dt_bias, initial_states)
 
     def prepare() -> tuple[OpCall, str]:
-        return prepare_scan(inputs, cp_context, chunk_size, **options)
+        return prepare_scan(inputs, cp_context, chunk_size, final=True, **options)
 
     with torch.no_grad():
         tensors = tuple(inputs.tensors().values())
@@ -285,6 +278,27 @@ def prepare_scan(
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
     refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
+    settings = _Settings(chunk_size, dt_softplus, tuple(dt_limit), engine, final)
+    return recall(
+        context,
+        "mamba_chunk_scan_combined",
+        (*given.tensors().values(), given.initial_states),
+        settings,
+        lambda: _make(given, context, settings),
+    )
+
+
+class _Settings(NamedTuple):
+    chunk_size: int
+    dt_softplus: bool
+    dt_limit: tuple[float, ...]
+    engine: str | None
+    final: bool
+
+
+def _make(given: ScanInputs, context: CPContext, settings: _Settings) -> tuple[OpCall, str]:
+    """Make a call of a signature that the context has not seen."""
+    chunk_size, dt_softplus, dt_limit, engine, final = settings
     check_chunk_size(chunk_size)
     low, high = (float(bound) for bound in dt_limit)
     if not low <= high:

@@ -41,7 +41,7 @@ def recall(
     context: CPContext,
     title: str,
     tensors: Sequence[Tensor | None],
-    settings: Hashable,
+    settings: tuple[Hashable, ...],
     make: Callable[[], tuple[_Call, str]],
 ) -> tuple[_Call, str]:
     """Return what ``make`` once returned for a call of the same signature, else call it.
@@ -53,7 +53,8 @@ def recall(
         context: which remembers.
         title: public name of the op.
         tensors: all that were given; None for those that were not.
-        settings: all else that the call depends on, but the environment and the transport.
+        settings: all else that the call depends on, but the environment and the transport; 16.0 and
+            16 are two settings.
         make: checks the call and says what must be the same on every rank; see ``make_call``.
     """
     transport = context.transport
@@ -62,6 +63,7 @@ def recall(
         key = (
             title,
             settings,
+            *map(type, settings),
             torch.is_grad_enabled(),
             getattr(transport, "strict", False),
             getattr(transport, "preferred_engine", None),

@@ -152,7 +152,9 @@ def _distribution(backend: str) -> str | None:
     for entry in importlib.metadata.entry_points(group="cptransport.backends"):
         if entry.name == backend and entry.dist is not None:
             return f"{entry.dist.name} {entry.dist.version}"
-    return None if ":" in backend else f"cptransport {_versions()['cptransport']}"
+    from cptransport import __version__
+
+    return None if ":" in backend else f"cptransport {__version__}"
 
 
 def _versions() -> Mapping[str, str | None]:

@@ -23,6 +23,7 @@ from cptransport import (
     threads,
 )
 from cptransport.composition import COMPOSITIONS
+from cptransport.ops import kda_forward, ssd_forward
 
 N, T, H, HV, K, V = 2, 10, 2, 4, 8, 12
 PLAN = build_plan([0, 4, T], world_size=1)
@@ -168,8 +169,10 @@ def test_32_chunk_sizes_that_are_refused(op: str, chunk_size: Any) -> None:
     function, inputs = OPS[op]
 
     def body(context: CPContext) -> None:
-        with pytest.raises(OpInputError, match="chunk_size must be a power of two >= 16"):
-            function(**{**inputs(), "chunk_size": chunk_size}, cp_context=context)
+        for _ in range(2):
+            with pytest.raises(OpInputError, match="chunk_size must be a power of two >= 16"):
+                function(**{**inputs(), "chunk_size": chunk_size}, cp_context=context)
+            function(**inputs(), cp_context=context)  # remembered, 16 equals 16.0
 
     alone(body)
 
@@ -208,6 +211,20 @@ def test_unknown_arguments_are_type_errors(op: str) -> None:
     def body(context: CPContext) -> None:
         with pytest.raises(TypeError, match="'initial_sate'"):
             function(**inputs(), cp_context=context, initial_sate=None)
+
+    alone(body)
+
+
+@pytest.mark.parametrize(
+    ("forward", "inputs"),
+    [(kda_forward, kda_inputs), (ssd_forward, ssd_inputs)],
+)
+def test_explicit_forwards_have_no_arguments_of_their_own(
+    forward: Callable[..., Any], inputs: Callable[[], dict[str, Any]]
+) -> None:
+    def body(context: CPContext) -> None:
+        with pytest.raises(TypeError, match="'final'"):
+            forward(**inputs(), cp_context=context, final=False)
 
     alone(body)
 
