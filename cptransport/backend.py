@@ -14,7 +14,7 @@ from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, group_store
 from cptransport.errors import BackendContractError
 from cptransport.onesided import MAX_RANKS, OneSidedTransport
-from cptransport.peer_memory import PeerMemory, PeerRegion, bytes_at
+from cptransport.peer_memory import PeerMemory, PeerRegion, byte_spans, bytes_at
 from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capabilities
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PeerRegion",
     "TransportBase",
     "Variable",
+    "byte_spans",
     "bytes_at",
     "group_store",
 ]

@@ -81,13 +81,12 @@ class LanesTransport(TransportBase):
                 "the first barrier connects to the peers, which a capture cannot hold"
             )
         self._lane(BARRIERS)
-
-        def post(comm: Communicator, stream: int) -> None:
-            comm.all_reduce(self._token.data_ptr(), 1, stream)
-
         self._barriers += 1
-        event = self._run(BARRIERS, None, tuple(self._others()), post)
+        event = self._run(BARRIERS, None, tuple(self._others()), self._post_barrier)
         torch.cuda.current_stream(self.device).wait_event(event)
+
+    def _post_barrier(self, comm: Communicator, stream: int) -> None:
+        comm.all_reduce(self._token.data_ptr(), 1, stream)
 
     def _reported(self) -> BaseException | None:
         return self._error
@@ -188,10 +187,8 @@ class LanesTransport(TransportBase):
                 if sender in (None, peer):
                     comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
 
-        def post_barrier(comm: Communicator, stream: int) -> None:
-            comm.all_reduce(self._token.data_ptr(), 1, stream)
-
-        self._run(name, None, tuple(self._others()), post_barrier if name == BARRIERS else post)
+        first = self._post_barrier if name == BARRIERS else post
+        self._run(name, None, tuple(self._others()), first)
         if name == ROUTES:
             table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
 

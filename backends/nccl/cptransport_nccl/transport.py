@@ -41,7 +41,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cptransport.backend import ControlPlane, Generation
+from cptransport.backend import ControlPlane, Generation, byte_spans
 from cptransport.errors import TransportError
 from cptransport.transport import Capabilities, PartSpec
 from cptransport_nccl.lanes import ROUTES, LanesTransport, still_used
@@ -52,7 +52,7 @@ __all__ = ["CAPABILITIES", "NcclTransport"]
 
 CAPABILITIES = Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True)
 
-#: (part, source, destination, first row or None for the whole part, number of rows)
+#: (part, source, destination, first byte, number of bytes)
 _Move = tuple[PartSpec, int, int, int, int]
 
 
@@ -144,7 +144,9 @@ class NcclTransport(LanesTransport):
             traffic.arrived = event
         free = [part for part in current.slot.parts if part.routes is None]
         others = [rank for rank in to if rank != self.rank]
-        sends: list[_Move] = [(part, self.rank, peer, 0, -1) for part in free for peer in others]
+        sends: list[_Move] = [
+            (part, self.rank, peer, 0, part.nbytes) for part in free for peer in others
+        ]
         self._issue(f"{current.slot.name}/{self.rank}", current, sends, [])
         if free and not traffic.captured:
             self._notes.expect(current.slot.name, current.number, others)
@@ -161,7 +163,7 @@ class NcclTransport(LanesTransport):
         free = [part for part in current.slot.parts if part.routes is None]
         for source in dict.fromkeys(source for part, source in wanted if part.routes is None):
             if source not in traffic.asked:
-                moves: list[_Move] = [(part, source, self.rank, 0, -1) for part in free]
+                moves: list[_Move] = [(part, source, self.rank, 0, part.nbytes) for part in free]
                 lane = f"{current.slot.name}/{source}"
                 traffic.asked[source] = self._issue(lane, current, moves, [])
                 if not traffic.captured:
@@ -192,11 +194,8 @@ class NcclTransport(LanesTransport):
         for source, destination in pairs:
             if source == destination or self.rank not in (source, destination):
                 continue
-            rows = part.rows(source, destination)
-            if rows is None:
-                moves.append((part, source, destination, 0, -1))
-            else:
-                moves += [(part, source, destination, a, n) for a, n in runs(rows)]
+            spans = byte_spans(part, part.rows(source, destination))
+            moves += [(part, source, destination, start, nbytes) for start, nbytes in spans]
         return moves
 
     def _receive_routes(self, current: Generation) -> None:
@@ -238,9 +237,7 @@ class NcclTransport(LanesTransport):
                 table = self._dense_table(current, part)
                 staged = current.staged[part.name]
                 comm.all_gather(staged.data_ptr(), table.data_ptr(), part.nbytes, stream)
-            for part, source, destination, first, count in moves:
-                nbytes = part.nbytes if count < 0 else count * part.row_nbytes
-                offset = first * part.row_nbytes
+            for part, source, destination, offset, nbytes in moves:
                 if source == self.rank:
                     address = current.staged[part.name].data_ptr() + offset
                     comm.send(address, nbytes, destination, stream)
@@ -277,14 +274,3 @@ class NcclTransport(LanesTransport):
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
             self._memory[key] = memory
         return memory[: part.nbytes].view(part.dtype).view(part.shape)
-
-
-def runs(rows: Sequence[int]) -> list[tuple[int, int]]:
-    """Cut ascending rows into runs ``(first, count)``."""
-    found: list[tuple[int, int]] = []
-    for row in rows:
-        if found and found[-1][0] + found[-1][1] == row:
-            found[-1] = (found[-1][0], found[-1][1] + 1)
-        else:
-            found.append((row, 1))
-    return found
