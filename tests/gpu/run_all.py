@@ -280,7 +280,7 @@ def run_apart(run: Run, step: Step, shares: bool) -> Result:
         return run.start(step, variables, "with a daemon of its own" if wanted else "apart")
 
 
-def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool) -> None:
+def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool, retry: bool = True) -> None:
     """Run the steps: what can be beside others first, then deaths, then what is timed."""
     beside = [step for step in todo if not step.alone and not step.apart]
     apart = [step for step in todo if step.apart]
@@ -297,7 +297,7 @@ def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool) -> None:
     for step in todo:
         if step.alone:
             run.start(step, {}, "")
-    again = [step for step in todo if step.name in failed] if run.left_s() > SHORTEST_S else []
+    again = [step for step in todo if step.name in failed and run.left_s() > SHORTEST_S and retry]
     with ThreadPoolExecutor(2) as executor:  # each with its own daemon
         list(executor.map(lambda s: run_apart(run, s, shares), again))
 
@@ -374,6 +374,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="names of steps, as globs by comma")
     parser.add_argument("--jobs", type=int, default=6, help="steps at once (default 6)")
     parser.add_argument("--budget-s", type=float, default=540.0, help="for all (default 540)")
+    parser.add_argument("--once", action="store_true", help="try no failed step again")
     parser.add_argument("--gpus", type=int, default=1, help="ranks of group D, one per GPU")
     parser.add_argument("--peers", type=Path, action="append", default=[], help="paths of peers")
     parser.add_argument(
@@ -408,7 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             describe(run, args)
             shares = not args.rehearse and not many_gpus(args)
-            run_all(run, todo, args.jobs, shares)
+            run_all(run, todo, args.jobs, shares, not args.once)
             run.write()
             return show(run)
         finally:
