@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -78,5 +79,8 @@ def test_the_first_call_of_a_shape(tmp_path: Path) -> None:
 
 def test_four_processes_on_one_cache(tmp_path: Path) -> None:
     """They compile the same kernels at once, and compute the same bits."""
-    processes = [start(tmp_path / "cache") for _ in range(4)]
-    assert len({told(process)["digest"] for process in processes}) == 1
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(start(tmp_path / "cache")) for _ in range(4)]
+        for process in processes:  # none outlives the test when another one fails
+            stack.callback(process.kill)
+        assert len({told(process)["digest"] for process in processes}) == 1
