@@ -21,7 +21,7 @@ import torch
 
 from cptransport.bench.machine import git_state, machine, sm_mhz, software
 from cptransport.bench.rows import gate_of
-from cptransport.bench.schema import SCHEMA_ID, SchemaError, validate
+from cptransport.bench.schema import SCHEMA_ID, SchemaError
 from cptransport.bench.timing import launch_guard
 
 __all__ = [
@@ -150,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser, case: Case) -> None:
 def run_case(
     case: Case, args: argparse.Namespace, progress: Progress, command: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Measure a case and return its document, checked against the schema.
+    """Measure a case and return its document, which nobody has checked against the schema yet.
 
     Args:
         case: what to measure.
@@ -159,7 +159,7 @@ def run_case(
         command: argv; None: of this process.
 
     Raises:
-        SchemaError: the case made rows that are not of the schema, or ``--gate`` names no test run.
+        SchemaError: ``--gate`` names no test run.
     """
     started = datetime.now(timezone.utc)
     outside = None if args.gate is None else _read_gate(args.gate)
@@ -169,7 +169,7 @@ def run_case(
         device=args.device, world_size=measured.world_size, gpus_used=measured.gpus_used
     )
     where["clocks"] = {"sm_mhz_before": before, "sm_mhz_after": sm_mhz()}
-    document = {
+    return {
         "schema": SCHEMA_ID,
         "run_id": uuid.uuid4().hex,
         "started_utc": started.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -193,8 +193,6 @@ def run_case(
         },
         "rows": measured.rows,
     }
-    validate(document)
-    return document
 
 
 def _read_gate(path: Path) -> dict[str, Any]:

@@ -101,12 +101,14 @@ def _measure(
     for engine in dict.fromkeys(args.engine or [None]):
         step(f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})")
         providers += stage.own(engine, [False, True] if args.overlap else [False])
+    # What peers with context parallelism must give: of the first engine that was right itself.
+    sharded = next((one for one in providers if one.transport is not None), providers[0])
     shape = f"{stage.layer.tokens}x{stage.layer.shape['HV']}"
     for name in dict.fromkeys(args.baseline or []):
         if args.baseline_shape and shape not in args.baseline_shape:
             continue
         step(f"preparing {name}")
-        providers += stage.peers(name, providers[0], args.baseline_limit_s)
+        providers += stage.peers(name, sharded, args.baseline_limit_s)
     entries: list[_Entry] = []
     for provider in providers:
         step(f"checking {provider.name}")
@@ -203,8 +205,6 @@ def _verify(runs: _Runs, mode: str, call: Callable[[], list[Tensor]]) -> Outcome
             outcome.skipped = f"not measured: {_text(error)}"
             return outcome
         outcome.error = _text(error)
-        if provider.engine:
-            provider.options["engine"] = provider.engine
     return outcome
 
 

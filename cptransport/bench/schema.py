@@ -209,10 +209,16 @@ def write(document: Mapping[str, Any], path: Path) -> None:
     """Check a document and write it.
 
     Raises:
-        SchemaError: it is not of the schema; nothing is written.
+        SchemaError: it is not of the schema; what was measured is in ``*.invalid.json`` beside the
+            path, with its ``problems`` as one more member, and nothing is written to the path.
     """
-    validate(document)
+    found = problems(document)
     path.parent.mkdir(parents=True, exist_ok=True)
+    if found:
+        kept = path.with_suffix(".invalid.json")
+        spoilt = {"problems": found, **document}
+        kept.write_text(json.dumps(spoilt, indent=1, default=repr) + "\n", encoding="utf-8")
+        raise SchemaError(found, f"what was measured is kept in {kept}: the document")
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -7,11 +7,12 @@ import argparse
 import json
 import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from cptransport.bench.cases import CASES, add_arguments, load_case, run_case
 from cptransport.bench.launch import close_ranks, torchrun_world
-from cptransport.bench.schema import write
+from cptransport.bench.schema import problems, write
 
 __all__ = ["add_parser", "run"]
 
@@ -42,11 +43,14 @@ def run(args: argparse.Namespace) -> int:
     if not first:
         return int(failed)
     _clear()
+    to_file = args.json is not None and str(args.json) != "-"
+    # What is not of the schema goes to a file whatever was asked for: ``write`` keeps it and raises.
+    if to_file or problems(document):
+        write(document, args.json if to_file else Path(f"bench-{args.case}.json"))
     if str(args.json) == "-":
         print(json.dumps(document, indent=1, allow_nan=False))
         return int(failed)
-    if args.json is not None:
-        write(document, args.json)
+    if to_file:
         print(f"wrote {args.json}", file=sys.stderr)
     from cptransport.bench.render import markdown
     from cptransport.bench.report import blocks

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -180,6 +181,54 @@ def test_ranks_that_disagree_with_the_unsharded_op_leave_no_number(
     assert {row["provider"] for row in failed} == {"cptransport-cp"}
     assert all("sharded, is off by" in row["reason"] for row in failed)
     assert {row["provider"] for row in by_status(made, "ok")} == {"cptransport"}
+
+
+def test_rows_of_engines_that_all_fail_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: layer_stage.Stage, engine: str | None) -> Any:
+        raise AssertionError(f"{engine} is off")
+
+    monkeypatch.setattr(layer_stage.Stage, "_recorded", fails)
+    engines = ["--engine", "torch", "--engine", "triton", "--overlap", "--baseline", "fla"]
+    small = ["--heads", "1", "--key-dim", "8", "--value-dim", "4"]
+    made = bench("kda", "--tokens", "24", *small, *engines)  # every row is there once
+    failed = {
+        (row["options"]["engine"], row["options"]["overlap"], row["reason"])
+        for row in by_status(made, "error")
+        if row["provider"] == "cptransport-cp"
+    }
+    assert failed == {
+        (engine, overlap, f"the ranks together: AssertionError: {engine} is off")
+        for engine in ("torch", "triton")
+        for overlap in (False, True)
+    }
+
+
+def test_a_document_with_a_row_twice_is_kept_and_the_command_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = boundary.CASE.measure
+
+    def twice(args: argparse.Namespace, progress: Any) -> Any:
+        found = measured(args, progress)
+        return dataclasses.replace(found, rows=[*found.rows, found.rows[0]])
+
+    spoilt = dataclasses.replace(boundary.CASE, measure=twice)
+    monkeypatch.setattr(boundary, "CASE", spoilt)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["bench", "boundary", "--backend", "threads", "--world-size", "2", *SMALL, *SHORT]
+    for more, kept in (
+        (["--json", "run.json"], "run.invalid.json"),
+        (["--json", "-"], "bench-boundary.invalid.json"),
+    ):
+        assert main([*arguments, *more]) == 3
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert kept in said.err
+        assert "the same measurement as /rows/0" in said.err
+        document = json.loads(Path(kept).read_text(encoding="utf-8"))
+        assert document["rows"][-1] == document["rows"][0]
+        assert "the same measurement as /rows/0" in document["problems"][0]
+    assert not Path("run.json").exists()
 
 
 def test_an_outside_gate_is_counted_in(tmp_path: Path) -> None:

@@ -10,13 +10,23 @@ import re
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from documents import document, row
+from test_among_ranks import bench, rows
+from torch import Tensor
 
+from cptransport.bench import baselines
+from cptransport.bench.baselines import Peer, Place
 from cptransport.bench.cases import add_arguments, load_case
+from cptransport.context import CPContext
+from cptransport.ops import chunk_kda
+from cptransport.plan import build_plan
+from cptransport.transports.loopback import LoopbackTransport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -218,7 +228,7 @@ def test_figures_stand_beside_what_is_wanted(driver: ModuleType) -> None:
         )  # fmt: skip
 
     own = {"overlap": False, "engine": "triton", "composition": "gather"}
-    rows = [
+    made_rows = [
         kda("cptransport-cp", 500.0, **own),
         kda("cptransport-cp", 600.0, "graph_replay", **own),
         kda("cptransport-cp", 450.0, **{**own, "engine": "cudnn"}),
@@ -226,7 +236,7 @@ def test_figures_stand_beside_what_is_wanted(driver: ModuleType) -> None:
         kda("fla", 1000.0),
         kda("fla", 1.0, gate_mean=-2.5),
     ]
-    made = document(*rows, gate={"passed": 6, "failed": 0})
+    made = document(*made_rows, gate={"passed": 6, "failed": 0})
     table = [line.strip("| ").split(" | ") for line in driver.markdown([made]).splitlines()[2:]]
     found = {(line[0], line[1].split(", ")[3]): (line[4], line[7]) for line in table}
     assert found == {
@@ -236,5 +246,55 @@ def test_figures_stand_beside_what_is_wanted(driver: ModuleType) -> None:
         ("KDA CP, graph replay / device", "engine triton"): ("1.200", "must"),
         ("KDA CP, kernels", "engine triton"): ("17.0", "must"),
     }
-    spoilt = document(*rows, gate={"passed": 6, "failed": 1})
+    spoilt = document(*made_rows, gate={"passed": 6, "failed": 1})
     assert driver.markdown([spoilt]).count("\n") == 1
+    assert driver.markdown([{"problems": ["some"], **made}]).count("\n") == 1
+
+
+def test_rows_that_a_bench_made_are_paired(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several engines, gates and shapes in one run, beside a peer that is sharded."""
+    monkeypatch.setitem(baselines.BASELINES["kda"], "fla", sharded_peer)  # type: ignore[index]
+    made = bench(
+        "kda", "--key-dim", "8", "--value-dim", "4", "--shape", "20x1", "--shape", "12x2",
+        "--gate-mean", "-0.01", "--gate-mean", "-1", "--engine", "torch", "--engine", "triton",
+        "--baseline", "fla", "--overlap",
+    )  # fmt: skip
+
+    def times(provider: str, **options: object) -> dict[tuple[object, ...], float]:
+        return {
+            (r["options"]["gate_mean"], r["shape"]["HV"]): r["median_us"]
+            for r in rows(made, provider=provider, mode="fwd_bwd", status="ok")
+            if options.items() <= r["options"].items()
+        }
+
+    ours, theirs = times("cptransport-cp", engine="torch", overlap=False), times("fla")
+    assert len(ours) == 4
+    assert ours.keys() == theirs.keys()
+    table = [line.strip("| ").split(" | ") for line in driver.markdown([made]).splitlines()[2:]]
+    found = [
+        tuple(line[2:4])
+        for line in table
+        if line[0] == "KDA CP, eager wall / FLA-CP" and "engine torch" in line[1]
+    ]
+    assert sorted(found) == sorted((f"{ours[key]:,.1f}", f"{theirs[key]:,.1f}") for key in ours)
+
+
+def sharded_peer(place: Place) -> list[Peer]:
+    """The measured rank's part of the unsharded op, with the gradients that later ranks send back."""
+    ranks, rank = range(place.world_size), place.rank
+    tokens = place.local(rank)["q"].shape[1]
+    plan = build_plan([0, tokens * place.world_size], world_size=1)
+    cp = CPContext(plan, LoopbackTransport(place.device, 5.0))
+
+    def call(inputs: Mapping[str, Tensor]) -> Tensor:
+        parts = [inputs if other == rank else place.local(other) for other in ranks]
+        whole = {name: torch.cat([part[name] for part in parts], 1) for name in inputs}
+        outputs = chunk_kda(**whole, cp_context=cp, engine="torch")[0].split(tokens, 1)
+        later = sum((outputs[other] * place.grad(other)).sum() for other in ranks if other > rank)
+        mine = place.grad(rank)
+        # Nothing in value; its gradient, once the output's comes in, is that of the later outputs.
+        return outputs[rank] + (later - later.detach()) * mine / (mine * mine).sum()  # type: ignore[union-attr]
+
+    return [Peer("fla", call, cp=True)]

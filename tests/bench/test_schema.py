@@ -70,11 +70,23 @@ def test_what_is_wrong_is_found_and_named(path: str, value: Any, says: str) -> N
         validate(made)
 
 
-def test_nothing_is_written_that_is_not_of_the_schema(tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
-    with pytest.raises(SchemaError):
-        write(changed("rows/0/verified", False), path)
+@pytest.mark.parametrize(
+    ("where", "value"), [("verified", False), ("max_abs_err", float("inf")), ("options", {1, 2})]
+)
+def test_what_is_not_of_the_schema_is_kept_beside_its_path(
+    tmp_path: Path, where: str, value: Any
+) -> None:
+    path, kept = tmp_path / "new" / "run.json", tmp_path / "new" / "run.invalid.json"
+    spoilt = changed(f"rows/0/{where}", value)
+    with pytest.raises(SchemaError, match=r"kept in .*run\.invalid\.json: the document is not of"):
+        write(spoilt, path)
     assert not path.exists()
+    found = json.loads(kept.read_text(encoding="utf-8"))
+    assert found.pop("problems") == problems(spoilt) != []
+    assert found["rows"][0]["samples_us"] == spoilt["rows"][0]["samples_us"] != []
+    assert found["rows"][1:] == spoilt["rows"][1:]
+    with pytest.raises(SchemaError):
+        read(kept)
 
 
 def test_what_is_no_json_or_another_schema_is_not_read(tmp_path: Path) -> None:
