@@ -28,6 +28,7 @@ DEATH = "death_ends"
 #: Measurement of the published boundary results.
 PUBLISHED = ("--warmup", "20", "--iterations", "60", "--repeats", "5")
 SHORT = ("--warmup", "2", "--iterations", "8", "--repeats", "3")
+BOTH_WAYS = ("--direction", "forward", "--direction", "backward")
 #: Appended to benches in a rehearsal: the last value of an option counts.
 TINY = (
     "--device",
@@ -282,8 +283,8 @@ def _boundary(group: str, ranks: int, *more: str, limit_s: float) -> Step:
         bench=True,
         alone=True,
         rehearsal=(
-            *("boundary", "--backend", "gloo", "--world-size", "2", "--heads", "2"),
-            *("--key-dim", "4", "--value-dim", "4", *TINY),
+            *("boundary", "--backend", "gloo", "--backend", "threads", "--world-size", "2"),
+            *("--heads", "2", "--key-dim", "4", "--value-dim", "4", *BOTH_WAYS, *TINY),
         ),
     )
 
@@ -291,7 +292,8 @@ def _boundary(group: str, ranks: int, *more: str, limit_s: float) -> Step:
 GATES = ("-0.01", "-0.25", "-1", "-2.5")
 KDA = ("kda", "--key-dim", "128", "--value-dim", "128", "--dtype", "bfloat16")
 TINY_KDA = (
-    *("kda", "--shape", "40x2", "--key-dim", "8", "--value-dim", "8", "--engine", "torch"),
+    *("kda", "--shape", "40x2", "--shape", "24x1", "--key-dim", "8", "--value-dim", "8"),
+    *("--gate-mean", "-0.01", "--gate-mean", "-1", "--engine", "torch", "--engine", "triton"),
     *("--baseline", "fla", "--baseline", "cudnn", "--overlap", *TINY),
 )
 MIXER = (
@@ -308,7 +310,8 @@ MIXER = (
 #: p50 of the maxima over ranks, of 10 iterations after 5.
 TEN = ("--warmup", "5", "--iterations", "10", "--repeats", "1")
 TINY_MIXER = (
-    *("mamba2", "--backend", "gloo", "--world-size", "2", "--shape", "32x4", "--groups", "2"),
+    *("mamba2", "--backend", "gloo", "--world-size", "2", "--shape", "32x4", "--shape", "16x2"),
+    *("--groups", "2", "--batch", "3"),
     *("--headdim", "4", "--dstate", "8", "--chunk-size", "16", "--baseline", "all_to_all", *TINY),
 )
 
@@ -367,8 +370,10 @@ def _times(out: Path) -> list[Step]:
             bench=True,
             alone=True,
             rehearsal=(
-                *("mamba2", "--shape", "32x4", "--groups", "2", "--headdim", "4", "--dstate", "8"),
-                *("--chunk-size", "16", "--baseline", "mamba_ssm", "--overlap", *TINY),
+                *("mamba2", "--shape", "32x4", "--shape", "16x2", "--groups", "2"),
+                *("--headdim", "4", "--dstate", "8", "--chunk-size", "16"),
+                *("--engine", "torch", "--engine", "triton"),
+                *("--baseline", "mamba_ssm", "--overlap", *TINY),
             ),
         ),
         _kda("bench kda 1024x8", ["1024x8"], both, ["fla", "cudnn"]),
@@ -403,7 +408,9 @@ def _overlap(group: str, backend: str, ranks: int, shapes: Sequence[str]) -> Ste
 
 def _tiny_ranks() -> tuple[str, ...]:
     return (
-        *("kda", "--backend", "gloo", "--world-size", "2", "--shape", "40x2", "--key-dim", "8"),
+        *("kda", "--backend", "gloo", "--backend", "nccl", "--world-size", "2", "--key-dim", "8"),
+        *("--shape", "40x2", "--shape", "24x1", "--composition", "gather"),
+        *("--composition", "handoff", "--composition", "scan"),
         *("--value-dim", "8", "--engine", "torch", "--overlap", "--baseline", "fla", *TINY),
     )
 
@@ -422,7 +429,6 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
     lengths = [4096, 16384, 65536] + ([131072] if ranks > 2 else [])
     full = [f"{length // ranks}x64" for length in lengths]
     small = [f"{length // ranks}x32" for length in lengths[:2]]
-    both = ("--direction", "forward", "--direction", "backward")
     few = () if ranks > 2 else ("--composition", "gather")
     made = [
         _warm("D"),
@@ -436,7 +442,7 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
             120,
             280,
         ),
-        _boundary("D", ranks, *one_each, *both, *few, limit_s=290),
+        _boundary("D", ranks, *one_each, *BOTH_WAYS, *few, limit_s=290),
         Step(
             f"bench kda ranks {ranks}",
             "D",
