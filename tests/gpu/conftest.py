@@ -43,7 +43,8 @@ def needs_cuda() -> None:
 def mps() -> Iterator[None]:
     """Start the daemon, unless the one that started pytest has: rank processes inherit its environment."""
     # With several GPUs ranks have one each, as far as they reach; a daemon serves one GPU.
-    if rig.REHEARSAL or torch.cuda.device_count() != 1 or _PIPES in os.environ:
+    unwanted = rig.REHEARSAL or rig.NO_MPS in os.environ or torch.cuda.device_count() != 1
+    if unwanted or _PIPES in os.environ:
         yield
         return
     try:

@@ -25,6 +25,8 @@ from cptransport.transport import Capabilities
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
 COMMIT = "CPTRANSPORT_COMMIT"
+#: Set: ``run_all.py`` wants no MPS daemon around the tests.
+NO_MPS = "CPTRANSPORT_NO_MPS"
 REHEARSAL = os.environ.get(REHEARSE) == "1"
 DEVICE = "cpu" if REHEARSAL else "cuda"
 

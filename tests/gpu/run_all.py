@@ -9,9 +9,12 @@
 
 ``steps.py`` lists the steps. Below ``--out``: ``results.json`` (machine, versions, every step), a
 ``step-*.json`` per step, the documents of benches, ``conformance-*.json``, ``junit.xml``, ``log.txt``.
-Steps run side by side under one MPS daemon (``--jobs``), those that end rank processes with a daemon
-each, those whose times count alone. A step that failed beside others is tried once more by itself if
-time is left; both outcomes are kept. Exit code 1: something failed, did not end, or ran nothing.
+Steps run side by side (``--jobs``), those whose times count alone. One MPS daemon serves all that
+want no other; a rank that is killed while its kernel runs takes the other clients of its daemon along,
+so steps that may have to kill one have a daemon each, and one that broke is replaced. A step that
+failed beside others is tried once more by itself if time is left; both outcomes are kept. Exit code 1:
+something failed, did not end, or ran nothing. On a machine of several GPUs start it once for each, with
+``CUDA_VISIBLE_DEVICES``, ``--group`` or ``--only``, and ``--out`` of its own.
 """
 
 from __future__ import annotations
@@ -41,13 +44,17 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT)]
 
 from aims import markdown  # noqa: E402
-from steps import Step, steps  # noqa: E402
+from daemons import BROKEN, SharedDaemon, daemon  # noqa: E402
+from logs import outcomes, reasons  # noqa: E402
+from steps import NO_DAEMON, OWN_DAEMON, Step, steps  # noqa: E402
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
 COMMIT = "CPTRANSPORT_COMMIT"
-#: A line of ``pytest -v``.
-OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
+NO_MPS = "CPTRANSPORT_NO_MPS"
+CACHE = "TRITON_CACHE_DIR"
+#: Characters of all failures in the summary.
+SUMMARY = 6000
 #: Less than this is no time for a step.
 SHORTEST_S = 15.0
 _ENDS = ((signal.SIGINT, 12.0), (signal.SIGKILL, 5.0))
@@ -145,11 +152,14 @@ class Run:
             return self._add(Result(step.name, step.group, command, 0.0, "no time left"))
         if shutil.which(command[0]) is None:
             return self._add(Result(step.name, step.group, command, 0.0, f"no {command[0]} here"))
+        environment = {**self.environment, **variables}
+        if step.bench:  # peers are tuned while nothing runs beside them
+            environment[CACHE] += "-bench"
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
-                env={**self.environment, **variables},
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
@@ -168,11 +178,16 @@ class Run:
             self.live.discard(process.pid)
             with contextlib.suppress(ProcessLookupError):  # what the step left behind
                 os.killpg(process.pid, signal.SIGKILL)
-        outcomes, last = read_log(log)
+        found, last = outcomes(self.log(step.name))
         seconds = time.monotonic() - began
-        result = Result(step.name, step.group, command, seconds, code, outcomes, beside=beside)
+        result = Result(step.name, step.group, command, seconds, code, found, beside=beside)
         result.running = last if code == "time limit" else ""
         return self._add(result)
+
+    def log(self, step: str) -> str:
+        """Return what a step said."""
+        path = self.folder / f"{slug(step)}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def stop(self, number: int, frame: object) -> None:
         """End all steps now, and begin no other; a signal handler."""
@@ -213,22 +228,15 @@ def slug(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
 
-def read_log(log: Path) -> tuple[dict[str, str], str]:
-    """Return the outcomes of a pytest log by test, and the test that began last."""
-    lines = log.read_text(errors="replace").splitlines()
-    outcomes = {found[1]: found[2] for line in lines if (found := OUTCOME.match(line))}
-    started = [line for line in lines if re.match(r"^\S+::\S+.*$", line)]
-    return outcomes, started[-1].strip() if started else ""
-
-
 def environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return the environment of the steps: where modules are, one Triton cache for all."""
+    """Return the environment of the steps: where modules are, one Triton cache for all, tunings included."""
     places = [ROOT, ROOT / "kernels", *sorted((ROOT / "backends").iterdir()), *args.peers]
     given = os.environ.get("PYTHONPATH", "")
     paths = [str(place) for place in places] + ([given] if given else [])
     cache = Path(tempfile.gettempdir()) / "cptransport-triton"
     made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), RESULTS: str(args.out.resolve())}
-    made.setdefault("TRITON_CACHE_DIR", str(cache))
+    made.setdefault(CACHE, str(cache))
+    made.setdefault("TRITON_CACHE_AUTOTUNING", "1")
     made.setdefault("OMP_NUM_THREADS", "1")
     made["PYTHONUNBUFFERED"] = "1"
     if args.commit:
@@ -258,39 +266,36 @@ def chosen(args: argparse.Namespace) -> list[Step]:
     ]
 
 
-def daemon(stack: contextlib.ExitStack, wanted: bool) -> tuple[dict[str, str], str]:
-    """Start an MPS daemon for as long as the stack lives; return what clients need, and a word on it."""
-    if not wanted:
-        return {}, "none wanted"
-    from cptransport.launch import MpsDaemon, MpsUnavailableError, daemon_environment
+def run_beside(run: Run, step: Step, shared: SharedDaemon, shares: bool, beside: str) -> Result:
+    """Run a step with the daemon that it wants."""
+    if step.mps == NO_DAEMON:
+        return run.start(step, {NO_MPS: "1"}, f"{beside}, no daemon")
+    if step.mps == OWN_DAEMON:
+        return run_apart(run, step, shares, beside)
+    variables = shared.variables()
+    result = run.start(step, variables, f"{beside}, shared daemon")
+    if not result.ok and (result.code == "time limit" or BROKEN.search(run.log(step.name))):
+        shared.broken(variables)
+    return result
 
-    try:
-        started = stack.enter_context(MpsDaemon(daemon_environment()))
-    except MpsUnavailableError as error:
-        return {}, f"none: {error}"
-    # The daemon numbers its devices anew, and it has one.
-    return {**started.environment, "CUDA_VISIBLE_DEVICES": "0"}, "a private daemon"
 
-
-def run_apart(run: Run, step: Step, shares: bool) -> Result:
-    """Run a step with a daemon of its own; a command has one process, and wants none."""
-    wanted = shares and not step.command
+def run_apart(run: Run, step: Step, shares: bool, beside: str) -> Result:
+    """Run a step with a daemon of its own, if it wants any."""
+    wanted = step.mps != NO_DAEMON
     with contextlib.ExitStack() as stack:
-        variables, _ = daemon(stack, wanted)
-        return run.start(step, variables, "with a daemon of its own" if wanted else "apart")
+        variables, _ = daemon(stack, shares and wanted and run.left_s() > SHORTEST_S)
+        variables |= {} if wanted else {NO_MPS: "1"}
+        return run.start(step, variables, f"{beside}, {'own' if wanted else 'no'} daemon")
 
 
 def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool, retry: bool = True) -> None:
-    """Run the steps: what can be beside others first, then deaths, then what is timed."""
-    beside = [step for step in todo if not step.alone and not step.apart]
-    apart = [step for step in todo if step.apart]
-    with contextlib.ExitStack() as stack:
-        variables, said = daemon(stack, shares and bool(beside))
-        run.machine["mps"] = said
-        with ThreadPoolExecutor(jobs) as executor:
-            list(executor.map(lambda s: run.start(s, variables, f"beside {jobs - 1}"), beside))
-    with ThreadPoolExecutor(jobs) as executor:
-        list(executor.map(lambda s: run_apart(run, s, shares), apart))
+    """Run the steps: what can be beside others, in order, then what is timed."""
+    beside = [step for step in todo if not step.alone]
+    shared = SharedDaemon(lambda stack: daemon(stack, shares and run.left_s() > SHORTEST_S))
+    where = f"beside {jobs - 1}"
+    with contextlib.closing(shared), ThreadPoolExecutor(jobs) as executor:
+        list(executor.map(lambda s: run_beside(run, s, shared, shares, where), beside))
+    run.machine["mps"] = ", then ".join(shared.said) or "none wanted"
     failed = {
         result.step for result in run.results if not result.ok and result.seconds and jobs > 1
     }
@@ -298,8 +303,8 @@ def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool, retry: bool
         if step.alone:
             run.start(step, {}, "")
     again = [step for step in todo if step.name in failed and run.left_s() > SHORTEST_S and retry]
-    with ThreadPoolExecutor(2) as executor:  # each with its own daemon
-        list(executor.map(lambda s: run_apart(run, s, shares), again))
+    with ThreadPoolExecutor(2) as executor:
+        list(executor.map(lambda s: run_apart(run, s, shares, "again"), again))
 
 
 def describe(run: Run, args: argparse.Namespace) -> None:
@@ -323,23 +328,12 @@ def describe(run: Run, args: argparse.Namespace) -> None:
     run.machine["banner"] = shared and shared.replace("2 ranks share", "All ranks share")
 
 
-def failures(run: Run, result: Result) -> list[str]:
-    """Return one line per failure: the test and the start of why."""
-    log = run.folder / f"{slug(result.step)}.log"
-    text = log.read_text(errors="replace") if log.exists() else ""
-    found = re.findall(r"^(?:FAILED|ERROR) .*$", text, re.MULTILINE)
-    if not found and not result.ok:
-        found = [line for line in text.splitlines() if line.strip()][-3:]
-    return [re.sub(r"tests/gpu/test_\w+\.py::", "", line)[:170] for line in found]
-
-
 def show(run: Run) -> int:
     """Print the table; return the exit code."""
     last = {result.step: result for result in run.results}
-    for result in run.results:
-        if not result.ok:
-            for line in failures(run, result)[:12]:
-                print(f"{result.step}: {line}")
+    blocks = {r.step: "\n".join(reasons(run.log(r.step))) for r in run.results if not r.ok}
+    for step, block in blocks.items():  # one that cannot be shown whole has its fair share
+        print(f"== {step}\n{block[: max(400, SUMMARY // len(blocks))]}")
     if run.machine.get("banner"):
         print(f"\n{run.machine['banner']}")
     print(f"\n{'step':34}{'passed':>8}{'failed':>8}{'skipped':>9}{'seconds':>9}  ended")
@@ -394,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     todo = chosen(args)
     if args.list:
         for step in todo:
-            how = "alone" if step.alone else "own daemon" if step.apart else ""
+            how = "alone" if step.alone else f"{step.mps} daemon"
             print(
                 f"{step.group} {step.name:34}{step.estimate_s:6.0f} s, at most {step.limit_s:.0f}  {how}"
             )

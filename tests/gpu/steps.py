@@ -10,7 +10,7 @@ group     what it shows
 ``D``     one rank per GPU: the above where it says more there, and times over NVLink
 ========  ==========================================================================================
 
-Everything but times runs side by side. ``estimate_s`` says how long a step takes by itself.
+Everything but times runs side by side. ``estimate_s`` says how long a step took beside ten others.
 """
 
 from __future__ import annotations
@@ -19,11 +19,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 ONE_SIDED = ("cupy_ipc", "nvshmem_signal", "nvshmem_barrier")
 CUDNN = "cudnn_summary"
 BACKENDS = ("nccl", *ONE_SIDED, CUDNN)
-#: A test of the contract suite that ends rank processes; see ``Step.apart``.
+#: Which MPS daemon a step has, see ``Step.mps``.
+NO_DAEMON, SHARED_DAEMON, OWN_DAEMON = "no", "shared", "own"
+#: Transports that run kernels which no timeout ends: a rank that hangs there is killed.
+OVER_NCCL = ("nccl", CUDNN)
+#: A test of the contract suite that ends rank processes.
 DEATH = "death_ends"
 #: Measurement of the published boundary results.
 PUBLISHED = ("--warmup", "20", "--iterations", "60", "--repeats", "5")
@@ -56,11 +61,13 @@ class Step:
     Attributes:
         name, group: of the step.
         arguments: of pytest, or of the ``cptransport`` command.
-        estimate_s, limit_s: alone; at its limit it is ended.
+        estimate_s, limit_s: at its limit it is ended.
         bench: ``cptransport bench`` with these arguments; its document is ``NAME.json``.
         command: a program and its arguments, in place of both.
         alone: its times count, so nothing runs beside it.
-        apart: it ends ranks or may leave kernels running, so it has an MPS daemon of its own.
+        mps: a rank that is killed while its kernel runs takes all clients of its MPS daemon along. So a
+            step that ends ranks, or may have to, has its own daemon; one whose processes need none, or
+            start it themselves, has none; the others share one.
         rehearsal: arguments of a bench in a rehearsal; None: it cannot be rehearsed.
     """
 
@@ -72,7 +79,7 @@ class Step:
     bench: bool = False
     command: tuple[str, ...] = ()
     alone: bool = False
-    apart: bool = False
+    mps: str = SHARED_DAEMON
     rehearsal: tuple[str, ...] | None = field(default=())
 
 
@@ -89,7 +96,7 @@ def steps(out: Path, gpus: int) -> list[Step]:
         gpus: how many there are; group ``D`` has that many ranks.
     """
     made = [*_transports(out), *_kernels(out), *_times(out), *_many_gpus(out, gpus)]
-    return [*made, Step("other tests", "B", _others(made), 60, 150, rehearsal=None)]
+    return [*made, _one_process("other tests", _others(made), 60, 150)]
 
 
 def _found(folder: str, pattern: str) -> tuple[str, ...]:
@@ -116,87 +123,89 @@ def _others(taken: Sequence[Step]) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------- A and B
 
 
-def _contract(group: str, out: Path, backend: str, ranks: int) -> list[Step]:
-    suite = f"tests/gpu/test_contract_gpu.py::Test{camel(backend)}{ranks}"
-    name = f"{group}-{backend}-{ranks}"
-    report = ("-p", "cptransport.testing.plugin", f"--cpt-report={out}/conformance-{name}.json")
-    # NVSHMEM starts and ends with every transport that is the only one.
-    slow = backend.startswith("nvshmem")
-    return [
-        Step(
-            f"contract {backend} {ranks}",
-            group,
-            (suite, *report, "-k", f"not {DEATH}"),
-            estimate_s=160 if slow else 100,
-            limit_s=300 if slow else 220,
-        ),
-        Step(
-            f"deaths {backend} {ranks}",
-            group,
-            (suite, "-k", DEATH),
-            estimate_s=60,
-            limit_s=130,
-            apart=True,
-        ),
-    ]
+def _daemon(backend: str) -> str:
+    return OWN_DAEMON if backend in OVER_NCCL else SHARED_DAEMON
+
+
+def _suite(backend: str, ranks: int) -> str:
+    return f"tests/gpu/test_contract_gpu.py::Test{camel(backend)}{ranks}"
+
+
+def _contract(group: str, out: Path, backend: str, ranks: int) -> Step:
+    report = f"--cpt-report={out}/conformance-{group}-{backend}-{ranks}.json"
+    where = (_suite(backend, ranks), "-p", "cptransport.testing.plugin", report)
+    return Step(
+        f"contract {backend} {ranks}",
+        group,
+        (*where, "-k", f"not {DEATH}"),
+        estimate_s=50 + 25 * ranks,
+        limit_s=300,
+        mps=_daemon(backend),
+    )
+
+
+def _deaths(group: str, backend: str, ranks: int) -> Step:
+    where = (_suite(backend, ranks), "-k", DEATH)
+    return Step(f"deaths {backend} {ranks}", group, where, 60, 130, mps=OWN_DAEMON)
 
 
 def _ops(group: str, backend: str, ranks: int) -> Step:
-    chosen = ("-k", f"{backend}-{ranks}-")
-    return Step(f"ops {backend} {ranks}", group, ("tests/gpu/test_ops_gpu.py", *chosen), 90, 200)
+    where = ("tests/gpu/test_ops_gpu.py", "-k", f"{backend}-{ranks}-")
+    return Step(f"ops {backend} {ranks}", group, where, 120, 240, mps=_daemon(backend))
 
 
 def _capture(group: str, backend: str, ranks: int) -> Step:
-    chosen = ("-k", f"{backend}-{ranks}-")
-    where = ("tests/gpu/test_capture_gpu.py", *chosen)
-    return Step(f"capture {backend} {ranks}", group, where, 50, 150)
+    where = ("tests/gpu/test_capture_gpu.py", "-k", f"{backend}-{ranks}-")
+    return Step(f"capture {backend} {ranks}", group, where, 50, 150, mps=_daemon(backend))
 
 
 def _endurance(group: str, backend: str, ranks: int) -> Step:
-    chosen = ("-k", f"{backend}-{ranks}]")
-    where = ("tests/gpu/test_endurance_gpu.py", *chosen)
-    return Step(f"endurance {backend} {ranks}", group, where, 110, 240)
+    where = ("tests/gpu/test_endurance_gpu.py", "-k", f"{backend}-{ranks}]")
+    return Step(f"endurance {backend} {ranks}", group, where, 110, 240, mps=_daemon(backend))
 
 
 def _warm(group: str) -> Step:
     """First, beside what needs none of these kernels; on disk already, it takes seconds."""
     command = ("python", "tests/gpu/warm.py")
-    return Step(f"warm {group}", group, command=command, estimate_s=70, limit_s=150)
+    return Step(f"warm {group}", group, command=command, estimate_s=50, mps=NO_DAEMON)
+
+
+def _fla(group: str, name: str, chosen: str, estimate_s: float, limit_s: float) -> Step:
+    """FLA's own exchanges are over NCCL, whatever the transport is."""
+    where = ("tests/integrations/test_fla_gpu.py", "-k", chosen)
+    return Step(name, group, where, estimate_s, limit_s, mps=OWN_DAEMON)
+
+
+def _one_process(name: str, files: tuple[str, ...], estimate_s: float, limit_s: float) -> Step:
+    """Tests that need a GPU and no other rank."""
+    group = "A" if name.startswith("signal") else "B"
+    return Step(name, group, files, estimate_s, limit_s, mps=NO_DAEMON, rehearsal=None)
+
+
+def _file(name: str, group: str, estimate_s: float, limit_s: float, mps: str, **more: Any) -> Step:
+    """Return the step of a file of this folder."""
+    file = f"tests/gpu/test_{name.partition(' ')[0]}_gpu.py"
+    return Step(name, group, (file,), estimate_s, limit_s, mps=mps, **more)
 
 
 def _transports(out: Path) -> list[Step]:
     own = [(backend, ranks) for ranks in (2, 4) for backend in ("nccl", *ONE_SIDED)]
-    contract = [step for pair in own for step in _contract("A", out, *pair)]
     return [
         _warm("A"),
-        Step("signal kernels", "A", ("tests/kernels/test_signals.py",), 30, 100, rehearsal=None),
-        Step("fla bits", "A", ("tests/integrations/test_fla_gpu.py", "-k", "same_bits"), 150, 280),
-        *contract,
-        *(_ops("A", *pair) for pair in own),
-        Step("compositions", "A", ("tests/gpu/test_compositions_gpu.py",), 80, 200),
+        _one_process("signal kernels", ("tests/kernels/test_signals.py",), 20, 100),
+        *(_contract("A", out, *pair) for pair in own),
         *(_capture("A", *pair) for pair in own),
-        Step("strict", "A", ("tests/gpu/test_strict_gpu.py",), 110, 240),
-        Step(
-            "launch", "A", ("tests/gpu/test_launch_gpu.py",), 110, 220, apart=True, rehearsal=None
-        ),
-        Step(
-            "faults",
-            "A",
-            ("tests/gpu/test_faults_gpu.py",),
-            70,
-            150,
-            apart=True,
-            rehearsal=None,
-        ),
+        *(_ops("A", *pair) for pair in own),
+        _fla("A", "fla bits", "same_bits", 140, 280),
+        _file("compositions", "A", 100, 220, OWN_DAEMON),
+        *(_deaths("A", *pair) for pair in own),
+        # These start daemons themselves.
+        _file("strict", "A", 110, 240, NO_DAEMON),
+        _file("launch", "A", 140, 240, NO_DAEMON, rehearsal=None),
+        _file("faults", "A", 70, 150, OWN_DAEMON, rehearsal=None),
         *(_endurance("A", *pair) for pair in own),
-        Step(
-            "fla published",
-            "A",
-            ("tests/integrations/test_fla_gpu.py", "-k", "published"),
-            230,
-            300,
-        ),
-        *_contract("A", out, "gloo", 2)[:1],
+        _fla("A", "fla published", "published", 230, 300),
+        _contract("A", out, "gloo", 2),
     ]
 
 
@@ -218,48 +227,40 @@ def _kernels(out: Path) -> list[Step]:
             ),
             estimate_s=120,
             limit_s=200,
-            apart=True,
+            mps=NO_DAEMON,
             rehearsal=(op,),
         )
         for tool in ("memcheck", "racecheck")
         for op in ("kda", "ssd", "conv1d")
     ]
     return [
-        Step(
-            "kda kernels", "B", _found("tests/kernels", "test_kda*_gpu.py"), 90, 200, rehearsal=None
-        ),
-        Step(
-            "ssd kernels", "B", _found("tests/kernels", "test_ssd*_gpu.py"), 90, 200, rehearsal=None
-        ),
-        Step(
-            "conv1d kernels",
-            "B",
-            _found("tests/kernels", "test_conv1d*_gpu.py"),
-            60,
-            150,
-            rehearsal=None,
-        ),
+        _one_process("kda kernels", _found("tests/kernels", "test_kda*_gpu.py"), 130, 240),
+        _one_process("ssd kernels", _found("tests/kernels", "test_ssd*_gpu.py"), 120, 240),
+        _one_process("conv1d kernels", _found("tests/kernels", "test_conv1d*_gpu.py"), 110, 220),
         Step(
             "cudnn engine",
             "B",
             _found("backends/cudnn_summary/tests", "test_*gpu*.py"),
-            90,
-            200,
+            170,
+            280,
+            mps=OWN_DAEMON,
             rehearsal=None,
         ),
-        *(step for pair in pairs for step in _contract("B", out, *pair)),
-        *(_ops("B", *pair) for pair in pairs),
+        *(_contract("B", out, *pair) for pair in pairs),
         *(_capture("B", *pair) for pair in pairs),
-        Step("long sequences", "B", ("tests/gpu/test_long_gpu.py",), 90, 200),
-        Step("large", "B", ("tests/gpu/test_large_gpu.py",), 60, 150),
-        Step("cold start", "B", ("tests/gpu/test_cold_gpu.py",), 80, 180),
+        *(_ops("B", *pair) for pair in pairs),
+        _file("long sequences", "B", 80, 200, SHARED_DAEMON),
+        _file("large", "B", 30, 150, OWN_DAEMON),
+        _file("cold start", "B", 80, 180, NO_DAEMON),
         *sanitizers,
+        *(_deaths("B", *pair) for pair in pairs),
         *(_endurance("B", *pair) for pair in pairs),
         Step(
             "doctor",
             "B",
             command=("python", "-m", "cptransport", "doctor", "--json"),
-            estimate_s=15,
+            estimate_s=10,
+            mps=NO_DAEMON,
         ),
     ]
 
@@ -325,7 +326,7 @@ def _kda(name: str, shapes: Sequence[str], engines: Sequence[str], peers: Sequen
         name,
         "C",
         (*KDA, *words, *SHORT),
-        estimate_s=12 * len(shapes) * len(GATES) + 60 * bool(peers),
+        estimate_s=20 * len(shapes) * len(GATES) + 75 * bool(peers),
         limit_s=280,
         bench=True,
         alone=True,
@@ -432,16 +433,11 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
     few = () if ranks > 2 else ("--composition", "gather")
     made = [
         _warm("D"),
-        *(step for backend in BACKENDS for step in _contract("D", out, backend, ranks)),
-        Step("faults", "D", ("tests/gpu/test_faults_gpu.py",), 60, 150, rehearsal=None),
+        *(_contract("D", out, backend, ranks) for backend in BACKENDS),
+        *(_deaths("D", backend, ranks) for backend in BACKENDS),
+        _file("faults", "D", 60, 150, OWN_DAEMON, rehearsal=None),
         *(_ops("D", backend, ranks) for backend in BACKENDS),
-        Step(
-            "fla bits",
-            "D",
-            ("tests/integrations/test_fla_gpu.py", "-k", f"bits and {ranks}-"),
-            120,
-            280,
-        ),
+        _fla("D", "fla bits", f"bits and {ranks}-", 120, 280),
         _boundary("D", ranks, *one_each, *BOTH_WAYS, *few, limit_s=290),
         Step(
             f"bench kda ranks {ranks}",
