@@ -46,7 +46,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 from aims import markdown  # noqa: E402
 from daemons import BROKEN, SharedDaemon, daemon  # noqa: E402
 from logs import outcomes, reasons  # noqa: E402
-from steps import NO_DAEMON, OWN_DAEMON, Step, steps  # noqa: E402
+from steps import NO_DAEMON, SHARED_DAEMON, Step, steps  # noqa: E402
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
@@ -268,12 +268,10 @@ def chosen(args: argparse.Namespace) -> list[Step]:
 
 def run_beside(run: Run, step: Step, shared: SharedDaemon, shares: bool, beside: str) -> Result:
     """Run a step with the daemon that it wants."""
-    if step.mps == NO_DAEMON:
-        return run.start(step, {NO_MPS: "1"}, f"{beside}, no daemon")
-    if step.mps == OWN_DAEMON:
+    if step.mps != SHARED_DAEMON:
         return run_apart(run, step, shares, beside)
     variables = shared.variables()
-    result = run.start(step, variables, f"{beside}, shared daemon")
+    result = run.start(step, variables, f"{beside}, shared daemon" if variables else beside)
     if not result.ok and (result.code == "time limit" or BROKEN.search(run.log(step.name))):
         shared.broken(variables)
     return result
@@ -281,11 +279,11 @@ def run_beside(run: Run, step: Step, shared: SharedDaemon, shares: bool, beside:
 
 def run_apart(run: Run, step: Step, shares: bool, beside: str) -> Result:
     """Run a step with a daemon of its own, if it wants any."""
-    wanted = step.mps != NO_DAEMON
+    if step.mps == NO_DAEMON:
+        return run.start(step, {NO_MPS: "1"}, beside)
     with contextlib.ExitStack() as stack:
-        variables, _ = daemon(stack, shares and wanted and run.left_s() > SHORTEST_S)
-        variables |= {} if wanted else {NO_MPS: "1"}
-        return run.start(step, variables, f"{beside}, {'own' if wanted else 'no'} daemon")
+        variables, _ = daemon(stack, shares and run.left_s() > SHORTEST_S)
+        return run.start(step, variables, f"{beside}, own daemon" if variables else beside)
 
 
 def run_all(run: Run, todo: Sequence[Step], jobs: int, shares: bool, retry: bool = True) -> None:
