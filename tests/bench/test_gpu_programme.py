@@ -251,6 +251,54 @@ def test_figures_stand_beside_what_is_wanted(driver: ModuleType) -> None:
     assert driver.markdown([{"problems": ["some"], **made}]).count("\n") == 1
 
 
+def test_among_ranks_a_peer_is_paired_with_the_backend_that_it_ran_beside(
+    driver: ModuleType,
+) -> None:
+    shape = {"T_global": 80, "T_local": 40, "H": 2, "HV": 2, "K": 8, "V": 8}
+    shape |= {"chunk_size": None, "N": 1}
+    merged = {"mode": "merge", "timer": "graph_replay"}
+    gather = {"composition": "gather", "direction": "forward"}
+    made_rows = []
+    for number, backend in enumerate(("gloo", "nccl"), 1):
+        for how in ("gather", "scan"):
+            options = {"gate_mean": -1.0, "overlap": False, "engine": "torch", "composition": how}
+            made_rows.append(
+                row(
+                    [10.0 * number],
+                    case="kda",
+                    provider=backend,
+                    mode="fwd_bwd",
+                    shape=shape,
+                    options=options,
+                )
+            )
+        for provider, us, more in (
+            (backend, 3.0, {}),
+            ("all_gather", 5.0 * number, {"beside": backend}),
+        ):
+            given = {"provider": provider, "baseline": bool(more), **merged}
+            made_rows.append(row([us], options={**gather, **more}, **given))
+            back = {**gather, **more, "direction": "backward"}
+            made_rows.append(row([1000.0], options=back, **given))
+        made_rows.append(
+            row(
+                [100.0 * number], case="kda", provider="fla", baseline=True, mode="fwd_bwd",
+                shape=shape, options={"gate_mean": -1.0, "beside": backend},
+            )
+        )  # fmt: skip
+    made = document(*made_rows, gate={"passed": 14, "failed": 0})
+    table = [line.strip("| ").split(" | ") for line in driver.markdown([made]).splitlines()[2:]]
+    found = {(line[0].partition(",")[0], line[1].partition(",")[0], *line[2:4]) for line in table}
+    assert found == {
+        ("boundary", "gloo", "3.0", "5.0"),
+        ("boundary", "nccl", "3.0", "10.0"),
+        ("KDA among ranks", "gloo", "10.0", "100.0"),
+        ("KDA among ranks", "nccl", "20.0", "200.0"),
+    }
+    assert len(table) == 6  # both compositions among ranks
+
+
+@pytest.mark.filterwarnings("ignore::cptransport.errors.BackendFallbackWarning")
 def test_rows_that_a_bench_made_are_paired(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
