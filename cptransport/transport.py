@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from cptransport.addresses import address_table
 from cptransport.errors import RouteError, TransportError
 
 __all__ = [
@@ -335,14 +336,8 @@ class Gathered:
                     values[source].data_ptr() if source in self._present[part] else 0  # type: ignore[union-attr]
                     for source in range(len(values))
                 ]
-                self._addresses[part] = _address_table(tuple(table), self._device)
+                self._addresses[part] = address_table(tuple(table), self._device)
         return self._addresses
-
-
-@lru_cache(maxsize=1024)
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Upload a table once: buffers come in pairs, so the same few tables return for ever."""
-    return torch.tensor(addresses, dtype=torch.int64).to(device)
 
 
 @runtime_checkable

@@ -22,6 +22,7 @@ __all__ = ["DeviceContract"]
 
 _PART = PartSpec("x", (4096,), torch.float32)
 _SLOT = Slot("device", (_PART,))
+_GATHERED = Slot("device gathered", (_PART,))
 _CYCLES_50MS = 100_000_000  # clock cycles of torch.cuda._sleep: about 50 ms at 1.98 GHz
 
 
@@ -116,20 +117,33 @@ def _busy_device(ranks: Ranks) -> None:
 
 
 def _capture(ranks: Ranks, uses: int) -> None:
-    """Capture ``uses`` generations of a slot, replay 20 times, alternate with eager calls."""
+    """Capture ``uses`` generations of a fetched and a gathered slot, replay 20 times, eager between."""
     transport = ranks.create()
     size = ranks.world_size
     source_value = torch.zeros(4096, device=transport.device)
     results = torch.zeros(uses, size, 4096, device=transport.device)
+    gathers = torch.zeros_like(results)
+    tables = torch.zeros(uses, size, dtype=torch.int64, device=transport.device)
+    places: list[list[int]] = [[]] * uses
 
     def turn(index: int) -> None:
         transport.stage(_SLOT)["x"].copy_(source_value + index)
         transport.publish(_SLOT)
         for source in range(size):
             results[index, source].copy_(transport.fetch(_SLOT, "x", source=source))
+        transport.stage(_GATHERED)["x"].copy_(source_value + index)
+        transport.publish(_GATHERED)
+        gathered = transport.gather(_GATHERED)
+        parts = [gathered.tensor("x", source) for source in range(size)]
+        tables[index].copy_(gathered.addresses["x"])
+        places[index] = [part.data_ptr() for part in parts]
+        for source, part in enumerate(parts):
+            gathers[index, source].copy_(part)
 
-    def check(base: int) -> None:
+    def check(base: int, places: list[list[int]]) -> None:
         torch.cuda.synchronize()
+        assert torch.equal(results, gathers)
+        assert tables.tolist() == places
         for index in range(uses):
             for source in range(size):
                 expected = float(base + 100 * source + index)
@@ -146,18 +160,22 @@ def _capture(ranks: Ranks, uses: int) -> None:
     with torch.cuda.graph(graph, stream=stream):
         for index in range(uses):
             turn(index)
+    captured = list(places)
     ranks.sync()
     for replay in range(20):
         base = 1000 * (replay + 1)
         source_value.fill_(base + 100 * ranks.rank)
         results.fill_(-1)
+        gathers.fill_(-2)
+        tables.zero_()
         torch.cuda.synchronize()
         if replay % 5 == 4:
             for index in range(uses):
                 turn(index)
+            check(base, places)
         else:
             graph.replay()
-        check(base)
+            check(base, captured)
     torch.cuda.synchronize()
     ranks.sync()
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Thread
 
 import torch
 from torch import Tensor
@@ -28,6 +29,11 @@ __all__ = ["BARRIERS", "ROUTES", "LanesTransport", "still_used"]
 
 #: The lane of everything with routes, and that of barriers, which may come between any two verbs.
 ROUTES, BARRIERS = "routes", "barriers"
+
+#: How long an abort of lanes may hold up this rank.
+_ABORT_S = 2.0
+#: Transports that NCCL still works for; their memory stays.
+_kept: list[LanesTransport] = []
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,9 @@ class LanesTransport(TransportBase):
         self._order = Order(self.rank, self.world_size)
         self._error: BaseException | None = None
         self._lanes: dict[str, _Lane] = {}
+        self._aborts: list[Thread] = []
         self._barriers = 0
+        self._captured = False
         self._token = torch.zeros(2, dtype=torch.uint8, device=device)
         self._watchdog = Watchdog(
             timeout_s, self._failure, self._late, self._expire, self._compare_order
@@ -91,9 +99,20 @@ class LanesTransport(TransportBase):
     def _reported(self) -> BaseException | None:
         return self._error
 
+    @property
+    def aborting(self) -> bool:
+        """Whether NCCL has not yet ended what was aborted, and may still write to memory."""
+        return any(thread.is_alive() for thread in self._aborts)
+
     def _interrupt(self) -> None:
-        for lane in tuple(self._lanes.values()):
-            lane.communicator.abort()
+        """Abort all lanes and wait a little; their kernels have most likely ended then."""
+        started = (lane.communicator.abort() for lane in tuple(self._lanes.values()))
+        self._aborts += [thread for thread in started if thread is not None]
+        if torch.cuda.is_current_stream_capturing():
+            return  # NCCL waits for the graph, and the graph for this thread
+        deadline = time.monotonic() + _ABORT_S
+        for thread in self._aborts:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _drain(self) -> None:
         """Let issued work end, then compare its order with the peers' once more."""
@@ -108,7 +127,8 @@ class LanesTransport(TransportBase):
 
     def _close(self, broken: bool) -> None:
         try:
-            if not broken:
+            # What was captured is freed when its last graph has gone, which nobody can wait for.
+            if not (broken or self._captured):
                 for lane in self._lanes.values():
                     lane.communicator.destroy()
         except (NcclError, TransportError):
@@ -116,6 +136,8 @@ class LanesTransport(TransportBase):
         finally:
             self._watchdog.stop()
             self._interrupt()
+            if self.aborting:
+                _kept.append(self)
             self._lanes.clear()
 
     def _others(self) -> Iterable[int]:
@@ -138,6 +160,7 @@ class LanesTransport(TransportBase):
         event = torch.cuda.Event()
         event.record(communication)
         if torch.cuda.is_current_stream_capturing():
+            self._captured = True
             stream.wait_event(event)  # a capture must not leave work that nothing waits for
         else:
             slot = current.slot.name if current else None

@@ -118,7 +118,8 @@ class Communicator:
         wait: Callable[[Callable[[float], bool], str], None],
     ) -> None:
         self._handle = ctypes.c_void_p()
-        self._freeing = threading.Lock()
+        # Held while it is looked at or taken away: the watchdog's thread aborts it.
+        self._using = threading.Lock()
         self._wait = wait
         config = _Config(
             size=ctypes.sizeof(_Config),
@@ -180,29 +181,38 @@ class Communicator:
 
     def failure(self) -> str | None:
         """Return what went wrong in the background, or None."""
-        if not self._handle:
+        found = self._state()
+        if found in (_SUCCESS, _IN_PROGRESS):
             return None
-        state = ctypes.c_int()
-        code = _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state))
-        for found in (code, state.value):
-            if found not in (_SUCCESS, _IN_PROGRESS):
-                return str(_library().ncclGetErrorString(found).decode())
-        return None
+        return str(_library().ncclGetErrorString(found).decode())
 
-    def abort(self) -> None:
-        """End everything under way and free it, without the peers."""
-        with self._freeing:  # the watchdog's thread and the caller's may both want to
+    def abort(self) -> threading.Thread | None:
+        """Begin to end everything under way and free it, without the peers.
+
+        Returns:
+            The thread that does; None: it was begun before. It can take for ever: freeing memory
+            waits for all kernels of the device, so abort all communicators before you wait for one,
+            and NCCL waits for all graphs that hold its work, such as the one being captured.
+        """
+        with self._using:
             handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            _library().ncclCommAbort(handle)
+        if not handle:
+            return None
+        thread = threading.Thread(
+            target=_library().ncclCommAbort, args=(handle,), name="cpt-nccl-abort", daemon=True
+        )
+        thread.start()
+        return thread
 
     def destroy(self) -> None:
         """Free it; collective, after all work on it has ended."""
         if not self._handle:
             return
         self._complete(_library().ncclCommFinalize(self._handle), "ncclCommFinalize")
-        handle, self._handle = self._handle, ctypes.c_void_p()
-        _library().ncclCommDestroy(handle)
+        with self._using:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+        if handle:
+            _library().ncclCommDestroy(handle)
 
     def _complete(self, code: int, what: str) -> None:
         """Wait until a call that may be in progress has ended."""
@@ -213,19 +223,23 @@ class Communicator:
             if problem is not None:
                 raise NcclError(f"{what}: {problem}")
 
+    def _state(self) -> int:
+        """Return NCCL's code for what is under way; success if there is nothing any more."""
+        state = ctypes.c_int()
+        with self._using:
+            if not self._handle:
+                return _SUCCESS
+            code = int(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+        return code if code not in (_SUCCESS, _IN_PROGRESS) else state.value
+
     def _settled(self, seconds: float) -> bool:
         start = time.monotonic()
-        state = ctypes.c_int(_IN_PROGRESS)
-        while True:
-            _check(
-                _library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)),
-                self._handle,
-                "ncclCommGetAsyncError",
-            )
-            if state.value != _IN_PROGRESS:
-                return True
+        while self._state() == _IN_PROGRESS:
             waited = time.monotonic() - start
             if waited > seconds:
                 return False
             # Enqueueing takes NCCL's own thread some microseconds, connecting much longer.
             time.sleep(0 if waited < 0.001 else 0.0002)
+        if not self._handle:
+            raise NcclError("the communicator was aborted")
+        return True

@@ -176,7 +176,8 @@ class NcclTransport(LanesTransport):
     def _close(self, broken: bool) -> None:
         super()._close(broken)
         self._traffic.clear()
-        self._memory.clear()
+        if not self.aborting:
+            self._memory.clear()
 
     def _is_dense(self, part: PartSpec) -> bool:
         """Whether a part goes whole from every rank to every other: a typed all-gather."""
