@@ -17,7 +17,7 @@ from cptransport.testing.oracle import assert_bytes, bytes_of, fill
 from cptransport.testing.ranks import Ranks
 from cptransport.transport import BoundaryTransport, PartSpec, PartStats, Route, Slot
 
-__all__ = ["RoutesContract", "random_routed_slot"]
+__all__ = ["RoutesContract", "part_at", "random_routed_slot"]
 
 
 def random_routed_slot(name: str, world_size: int, seed: int) -> Slot:
@@ -202,7 +202,7 @@ def _gather(ranks: Ranks) -> None:
                 if source not in gathered.sources(part.name):
                     assert address == 0, f"{part.name}, address of rank {source}"
                     continue
-                found = _at(address, part, transport.device)
+                found = part_at(address, part, transport.device)
                 rows = part.rows(source, me)
                 for row in (None,) if rows is None or source == me else rows:
                     assert_bytes(
@@ -214,7 +214,7 @@ def _gather(ranks: Ranks) -> None:
             transport.fetch(slot, "whole", source=source)
 
 
-def _at(address: int, part: PartSpec, device: torch.device) -> torch.Tensor:
+def part_at(address: int, part: PartSpec, device: torch.device) -> torch.Tensor:
     """Copy the part that an address table says is there."""
     if device.type == "cuda":
         line = bytes_at(address, part.nbytes, device).cpu()

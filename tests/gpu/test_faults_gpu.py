@@ -25,7 +25,7 @@ _PART = PartSpec("x", (1 << 18,), torch.float32)
 _SLOT = Slot("faulty", (_PART,))
 _WAY = PartSpec("x", (1 << 18,), torch.float32, frozenset({(0, 1)}))
 _ONE_WAY = Slot("one way", (_WAY,))
-_CYCLES_50MS = 100_000_000  # of torch.cuda._sleep
+_CYCLES_200MS = 400_000_000  # of torch.cuda._sleep; the ranks of a busy machine drift apart
 
 
 class _Faulty:
@@ -96,7 +96,7 @@ def _values(transport: BoundaryTransport, count: int) -> list[torch.Tensor]:
 
 
 def _late_write(ranks: Ranks, fault: str) -> None:
-    """In turn a rank is busy for 50 ms between stage and write; what is taken must be complete."""
+    """In turn a rank is busy for 200 ms between stage and write; what is taken must be complete."""
     transport: Any = ranks.create()
     values = _values(transport, 6)
     _turns(ranks, transport, values[:2], 0, late=-1)  # buffers grow without a fault
@@ -109,7 +109,7 @@ def _turns(ranks: Ranks, transport: Any, values: list[torch.Tensor], first: int,
     for number, value in enumerate(values, first + 1):
         staged = transport.stage(_SLOT)["x"]
         if ranks.rank == late:
-            torch.cuda._sleep(_CYCLES_50MS)
+            torch.cuda._sleep(_CYCLES_200MS)
         staged.copy_(value)
         transport.publish(_SLOT)
         taken = [transport.fetch(_SLOT, "x", source=s).clone() for s in range(ranks.world_size)]
@@ -119,7 +119,7 @@ def _turns(ranks: Ranks, transport: Any, values: list[torch.Tensor], first: int,
 
 
 def _slow_reader(ranks: Ranks, fault: str) -> None:
-    """Rank 1 is busy for 50 ms before it takes what rank 0 sent; it must not find something later."""
+    """Rank 1 is busy for 200 ms before it takes what rank 0 sent; it must not find something later."""
     transport: Any = ranks.create()
     for number in (1, 2):  # the buffer grows without a fault
         _one_way(transport, number, busy=False)
@@ -143,7 +143,7 @@ def _one_way(transport: Any, number: int, *, busy: bool) -> torch.Tensor | None:
     if transport.rank != 1:
         return None
     if busy:
-        torch.cuda._sleep(_CYCLES_50MS)
+        torch.cuda._sleep(_CYCLES_200MS)
     copy: torch.Tensor = transport.fetch(_ONE_WAY, "x", source=0).clone()
     return copy
 
