@@ -314,13 +314,12 @@ def sections(results: Mapping[str, Any]) -> dict[str, str]:
     return made
 
 
-def write_page(results: Mapping[str, Any]) -> None:
-    """Replace what stands between ``<!-- name -->`` and ``<!-- end -->`` in the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    for name, body in sections(results).items():
+def fill(text: str, sections: Mapping[str, str]) -> str:
+    """Return a page with new texts between ``<!-- name -->`` and ``<!-- end -->``."""
+    for name, body in sections.items():
         start = text.index(f"<!-- {name} -->") + len(f"<!-- {name} -->")
         text = f"{text[:start]}\n\n{body}\n\n{text[text.index('<!-- end -->', start) :]}"
-    PAGE.write_text(text, encoding="utf-8")
+    return text
 
 
 def draw(model: Sequence[Mapping[str, Any]]) -> None:
@@ -380,7 +379,8 @@ def main() -> None:
         },
     )
     complete(results)
-    write_page(results)
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(fill(page, sections(results)), encoding="utf-8")
     draw(results["model"])
 
 
