@@ -72,6 +72,7 @@ class TransportBase(Lifecycle):
         self._sent: defaultdict[str, int] = defaultdict(int)
         self._arrived: defaultdict[str, int] = defaultdict(int)
         self._messages = 0
+        self._everybody = tuple(range(self.world_size))
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         raise NotImplementedError
@@ -120,13 +121,7 @@ class TransportBase(Lifecycle):
                         self._where(current)
                         + f": staged part {name!r} requires grad; write into it under no_grad"
                     )
-            destinations = tuple(range(self.world_size)) if to is None else tuple(to)
-            if len(set(destinations)) != len(destinations) or any(
-                not 0 <= rank < self.world_size for rank in destinations
-            ):
-                raise RouteError(
-                    f"publish to {list(destinations)}: ranks must be distinct and below {self.world_size}"
-                )
+            destinations = self._everybody if to is None else self._distinct(to)
             current.to = destinations
             for part in slot.parts:
                 if part.routes is None:
@@ -147,7 +142,10 @@ class TransportBase(Lifecycle):
             self._check_source(spec, source)
             self._check_pairwise(current)
             own, absent = self._claim(current, [(spec, source)])
-            return {**own, **self._obtain(current, absent)}[part, source]
+            if own:
+                return own[part, source]
+            self._obtain(current, absent)
+            return current.received[part, source]
 
     def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
         """See ``BoundaryTransport.gather``."""
@@ -159,7 +157,7 @@ class TransportBase(Lifecycle):
                     (part, source)
                     for part in slot.parts
                     for source in (
-                        range(self.world_size) if part.routes is None else part.sources(self.rank)
+                        self._everybody if part.routes is None else part.sources(self.rank)
                     )
                 ]
                 names = [part.name for part in slot.parts]
@@ -177,16 +175,16 @@ class TransportBase(Lifecycle):
         self, current: Generation, names: Sequence[str], absent: Sequence[tuple[PartSpec, int]]
     ) -> Gathered:
         """Make the result of ``gather``: parts of other ranks, and this rank's own, which are always at hand."""
-        found = self._obtain(current, absent)
+        self._obtain(current, absent)
+        present = {name: [self.rank] for name in names}
+        parts: dict[str, list[Tensor | None]] = {name: [None] * self.world_size for name in names}
         for name in names:
-            found[name, self.rank] = current.staged[name]
+            parts[name][self.rank] = current.staged[name]
+        for part, source in absent:
+            present[part.name].append(source)
+            parts[part.name][source] = current.received[part.name, source]
         return Gathered(
-            {
-                name: tuple(found.get((name, source)) for source in range(self.world_size))
-                for name in names
-            },
-            self.device,
-            {name: [s for s in range(self.world_size) if (name, s) in found] for name in names},
+            {name: tuple(tensors) for name, tensors in parts.items()}, self.device, present
         )
 
     def barrier(self) -> None:
@@ -255,6 +253,16 @@ class TransportBase(Lifecycle):
                     f"slot {slot.name!r}, part {part.name!r}: route {route} is outside world size {self.world_size}"
                 )
 
+    def _distinct(self, to: Sequence[int]) -> tuple[int, ...]:
+        destinations = tuple(to)
+        if len(set(destinations)) != len(destinations) or any(
+            not 0 <= rank < self.world_size for rank in destinations
+        ):
+            raise RouteError(
+                f"publish to {list(destinations)}: ranks must be distinct and below {self.world_size}"
+            )
+        return destinations
+
     def _check_source(self, part: PartSpec, source: int) -> None:
         if not 0 <= source < self.world_size:
             raise RouteError(f"source {source} is outside world size {self.world_size}")
@@ -283,8 +291,8 @@ class TransportBase(Lifecycle):
         """Check that parts may be taken now and count them; return this rank's own and what others send."""
         own: dict[tuple[str, int], Tensor] = {}
         absent: list[tuple[PartSpec, int]] = []
-        for part, source in wanted:
-            key = (part.name, source)
+        keys = [(part.name, source) for part, source in wanted]
+        for key, (part, source) in zip(keys, wanted, strict=True):
             if part.routes is None and key in current.taken:
                 raise GenerationError(
                     self._where(current)
@@ -299,7 +307,7 @@ class TransportBase(Lifecycle):
                     + ": this rank did not publish to itself, taking would wait for ever"
                 )
             own[key] = current.staged[part.name]
-        current.taken.update((part.name, source) for part, source in wanted)
+        current.taken.update(keys)
         if absent:
             self._count_received(current)
         for part, _ in absent:
@@ -308,16 +316,13 @@ class TransportBase(Lifecycle):
                 self._messages += 1
         return own, absent
 
-    def _obtain(
-        self, current: Generation, absent: Sequence[tuple[PartSpec, int]]
-    ) -> dict[tuple[str, int], Tensor]:
-        """Receive parts of other ranks, each once per generation."""
+    def _obtain(self, current: Generation, absent: Sequence[tuple[PartSpec, int]]) -> None:
+        """Receive parts of other ranks into ``current.received``, each once per generation."""
         new = [
             (part, source) for part, source in absent if (part.name, source) not in current.received
         ]
         if new:
             current.received.update(self._receive(current, new))
-        return {(part.name, source): current.received[part.name, source] for part, source in absent}
 
     def _count_received(self, current: Generation) -> None:
         """Count what the routes bring to this rank in a generation, once; all of it moves, looked at or not."""

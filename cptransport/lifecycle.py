@@ -9,8 +9,7 @@ broken transport, and orders the call after the one before where both are on CUD
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -56,6 +55,7 @@ class Lifecycle:
         self._closed = False
         self._broken: BaseException | None = None
         self._stream: torch.cuda.Stream | None = None  # of the last verb
+        self._handle: int | None = None  # of that stream
 
     def _close(self, broken: bool) -> None:
         raise NotImplementedError
@@ -145,9 +145,16 @@ class Lifecycle:
             arrived, control=self.control, timeout_s=self.timeout_s, describe=describe
         )
 
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        """Refuse closed and broken transports; a failed wait breaks this one, a caller's mistake does not."""
+    def _guard(self) -> _Guard:
+        """Guard a call that enqueues nothing."""
+        return _Guard(self, enqueues=False)
+
+    def _verb(self) -> _Guard:
+        """Guard a call that enqueues work on the current stream."""
+        return _Guard(self, enqueues=self.device.type == "cuda")
+
+    def _refuse(self) -> None:
+        """Raise if this transport cannot be used any more."""
         if self._closed:
             raise TransportClosedError(f"transport {self.name!r} is closed")
         if self._broken is not None:
@@ -158,36 +165,15 @@ class Lifecycle:
         if reported is not None:
             self._break(reported)
             raise reported
-        try:
-            if not (torch.is_inference_mode_enabled() or torch.is_grad_enabled()):
-                yield  # as inside an op, where two contexts per verb would show
-                return
-            # What a verb allocates outlives the caller's inference mode, and is written again outside.
-            with torch.inference_mode(False), torch.no_grad():
-                yield
-        except (GenerationError, RouteError, CapabilityError):
-            raise
-        except TransportError as error:
-            if type(error) is not TransportError:
-                self._break(error)
-            raise
-
-    @contextmanager
-    def _verb(self) -> Iterator[None]:
-        """Guard a call that enqueues work on the current stream."""
-        with self._guard():
-            if self.device.type != "cuda":
-                yield
-                return
-            with _device(self.device):
-                self._follow()
-                yield
 
     def _follow(self) -> None:
         """Let the current stream wait for all that the last verb's stream was given so far."""
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if handle == self._handle:  # nearly always; a stream's object costs more than the rest
+            return
         stream = torch.cuda.current_stream(self.device)
-        last, self._stream = self._stream, stream
-        if last is None or last == stream:
+        last, self._stream, self._handle = self._stream, stream, handle
+        if last is None:
             return
         capturing = torch.cuda.is_current_stream_capturing()
         with torch.cuda.stream(last):
@@ -203,8 +189,50 @@ class Lifecycle:
             self._interrupt()
 
 
-def _device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make a CUDA device the current one, if it is not."""
-    if torch.cuda.current_device() == device.index:
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
+class _Guard:
+    """Refuse closed and broken transports; a failed wait breaks this one, a caller's mistake does not.
+
+    A class, since generators would cost every verb several times as much.
+    """
+
+    __slots__ = ("_enqueues", "_inside", "_transport")
+
+    def __init__(self, transport: Lifecycle, *, enqueues: bool) -> None:
+        self._transport, self._enqueues = transport, enqueues
+        self._inside: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> None:
+        transport = self._transport
+        transport._refuse()
+        try:
+            # Inside an op neither is the case, and two contexts per verb would show.
+            if torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                # What a verb allocates outlives the caller's inference mode, and is written again
+                # outside.
+                self._enter(torch.inference_mode(False))
+                self._enter(torch.no_grad())
+            if self._enqueues:
+                if torch.cuda.current_device() != transport.device.index:
+                    self._enter(torch.cuda.device(transport.device))
+                transport._follow()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave()
+        if (
+            isinstance(error, TransportError)
+            and type(error) is not TransportError
+            and not isinstance(error, (GenerationError, RouteError, CapabilityError))
+        ):
+            self._transport._break(error)
+
+    def _enter(self, context: contextlib.AbstractContextManager[object]) -> None:
+        self._inside = self._inside or contextlib.ExitStack()
+        self._inside.enter_context(context)
+
+    def _leave(self) -> None:
+        if self._inside is not None:
+            self._inside.close()
+            self._inside = None

@@ -321,7 +321,8 @@ class OneSidedTransport(TransportBase):
                 self._where(current) + ": what was gathered is gone since the next stage"
             )
         with self._verb():
-            return self._obtain(current, [(spec, source)])[part, source]
+            self._obtain(current, [(spec, source)])
+            return current.received[part, source]
 
     def _step(self, current: Generation) -> int:
         return current.step % (1 << self._signals.STEP_BITS)

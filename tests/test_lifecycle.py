@@ -87,8 +87,13 @@ class Transport(TransportBase):
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
     made = Cuda()
 
+    class Driver:
+        @staticmethod
+        def _cuda_getCurrentRawStream(device: int) -> int:
+            return id(made.stream_now)
+
     class Torch:
-        cuda = made
+        cuda, _C = made, Driver
 
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)

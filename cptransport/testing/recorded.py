@@ -186,14 +186,18 @@ class RecordedTransport(TransportBase):
             name: [_buffers(slot, where) for slot, _ in many]
             for name, many in self._recorded.items()
         }
-        self._gathered: dict[tuple[str, int, tuple[tuple[str, int], ...]], Gathered] = {}
+        self._gathered: dict[tuple[Any, ...], Gathered] = {}  # by what was taken and when
 
-    def gather(self, slot: Slot, *, parts: Mapping[str, Sequence[int]] | None = None) -> Gathered:
-        """See ``BoundaryTransport.gather``; addresses never change, so their table is made once."""
-        gathered = super().gather(slot, parts=parts)
-        have = tuple((p.name, s) for p in slot.parts for s in gathered.sources(p.name))
-        key = (slot.name, self._index(self._current(slot, "gather")), have)
-        return self._gathered.setdefault(key, gathered)
+    def _gather(
+        self, current: Generation, names: Sequence[str], absent: Sequence[tuple[PartSpec, int]]
+    ) -> Gathered:
+        """Make the result of ``gather``; addresses never change, so it and its tables are made once."""
+        have = tuple((part.name, source) for part, source in absent)
+        key = (current.slot.name, self._index(current), tuple(names), have)
+        found = self._gathered.get(key)
+        if found is None:
+            found = self._gathered[key] = super()._gather(current, names, absent)
+        return found
 
     def _index(self, current: Generation) -> int:
         return (current.number - 1) % len(self._recorded[current.slot.name])
