@@ -59,12 +59,18 @@ def test_bfloat16(dstate: int, headdim: int, given: dict[str, Any]) -> None:
 @pytest.mark.parametrize("length", [2048, 8192, 32768])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_long_sequences(length: int, layout: str) -> None:
-    """Against float64 (the torch engine, which the recurrence checks elsewhere), and CP against none."""
-    given = {"heads": (2, 8), "optional": EVERYTHING, "dt_softplus": True}
+    """Against float64 (the torch engine, which the recurrence checks elsewhere), and CP against none.
+
+    Half the heads forget slowly, since the sums for A and dt_bias of such a head are far above the
+    others' and may happen to cancel. Of one slow head the rounding of dy and of operands to bfloat16
+    then shows as up to 2e-2, at the same places in mamba_ssm just so; of eight it is 3e-3.
+    """
+    given = {"heads": (2, 16), "optional": EVERYTHING, "dt_softplus": True}
     sharded = mixed(case([0, 777, length], 4, layout, **given), BF16, "cuda")
     # Steps and rates as the layer is initialised: what is far away still counts.
-    sharded.inputs["A"].copy_(-torch.linspace(1, 16, 8))
-    sharded.inputs["dt_bias"].copy_(torch.linspace(-6.9, -2.3, 8))
+    sharded.inputs["A"].copy_(-torch.cat([torch.ones(8), torch.linspace(1, 16, 8)]))
+    steps = [torch.linspace(-6.9, -5.9, 8), torch.linspace(-6.9, -2.3, 8)]
+    sharded.inputs["dt_bias"].copy_(torch.cat(steps))
     whole = sharded.with_plan(build_plan([0, 777, length], world_size=1))
     exact = lab.chain(REFERENCE, whole.to(torch.float64, "cuda")).run()
     actual = lab.chain(SSD_ENGINE, sharded).run()
