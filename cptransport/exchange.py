@@ -34,8 +34,7 @@ from cptransport.engines import Need
 from cptransport.errors import CapabilityError
 from cptransport.merge import compose_gathered, fold_gathered
 from cptransport.plan import Plan
-from cptransport.precision import ieee_math
-from cptransport.summary import Advance, advance
+from cptransport.summary import Advance, advance, exactly
 from cptransport.transport import BoundaryTransport, Gathered, PartSpec, Slot
 
 __all__ = ["Course", "Exchange", "Summaries", "Wire", "begin", "course", "start"]
@@ -318,7 +317,7 @@ class _Handoff(Exchange):
 
     def _receive(self, seed: Tensor | None) -> Tensor:
         table, state, way = self._table(seed), self.out["state"], self.course
-        with ieee_math(way.wire.device.type):
+        with exactly(way.wire.op, way.wire.device.type):
             for index, slot in enumerate(way.slots):
                 share = self._share(index)
                 if self._waits(index):

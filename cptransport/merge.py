@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from cptransport.composition import Fold, Source
-from cptransport.precision import ieee_math
 from cptransport.same import Same
-from cptransport.summary import advance, compose
+from cptransport.summary import advance, compose, exactly
 from cptransport.transport import Gathered
 
 __all__ = ["compose_gathered", "fold_gathered"]
@@ -53,7 +52,7 @@ def fold_gathered(
         _by_kernel("state", direction, layout, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
-    with ieee_math(table.device.type):
+    with exactly(op, table.device.type):
         for fold in folds:
             first, *others = fold.sources
             state = _take(gathered, "state", first, batch)
@@ -79,7 +78,7 @@ def compose_gathered(
         _by_kernel("transition", direction, layout, batch, folds, gathered, table)
         return
     product = compose(op, direction, layout)
-    with ieee_math(table.device.type):
+    with exactly(op, table.device.type):
         for fold in folds:
             earlier, later = (_take(gathered, "transition", s, batch) for s in fold.sources)
             table[_rows(fold.target.row, batch)] = product(later, earlier)

@@ -21,11 +21,14 @@ Source: docs/algebra.md.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["Advance", "Compose", "advance", "compose"]
+from cptransport.precision import ieee_math
+
+__all__ = ["Advance", "Compose", "advance", "compose", "exactly"]
 
 #: ``advance(transition, state, summary) -> M state + summary`` over any leading axes.
 Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -61,8 +64,16 @@ def compose(op: str, direction: str, layout: str) -> Compose:
     return _earlier_first
 
 
+def exactly(op: str, device_type: str) -> AbstractContextManager[object]:
+    """Return the context that ``advance`` and ``compose`` of an op need: products of matrices never in TF32.
+
+    Element by element nothing is ever narrowed, and the context would show in the time of a fold.
+    """
+    return nullcontext() if op == "ssd" else ieee_math(device_type)
+
+
 def _decay(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return transition.exp()[..., None, None] * state + summary
+    return torch.addcmul(summary, transition.exp()[..., None, None], state)
 
 
 def _left(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
