@@ -173,6 +173,35 @@ def test_a_failure_beside_others_is_tried_alone_and_told(
     assert "failed beside others, passed alone: crowded" in capsys.readouterr().out
 
 
+def test_a_log_of_workers_tells_of_every_test(driver: ModuleType) -> None:
+    log = (
+        "a.py::test_one PASSED                    [  7%]\n"
+        "a.py::test_two[x y] \n"
+        "a.py::test_three \n"
+        "[gw1] [ 50%] FAILED a.py::test_three \n"
+        "a.py::test_four \n"
+        "[gw0] [100%] PASSED a.py::test_two[x y] \n"
+    )
+    found, last = driver.outcomes(log)
+    assert found == {
+        "a.py::test_one": "PASSED",
+        "a.py::test_two[x y]": "PASSED",
+        "a.py::test_three": "FAILED",
+    }
+    assert last == "a.py::test_four"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_workers_are_asked_for_where_they_exist(
+    driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, installed: bool
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
+    one = driver.Run(driver.parse(["--out", str(tmp_path)]), tmp_path)
+    many = [step for step in driver.steps(tmp_path, 2) if step.workers > 1]
+    assert [step.name for step in many] == ["kda kernels", "ssd kernels", "conv1d kernels"]
+    assert all(("-n" in one.command(step)) is installed for step in many)
+
+
 def test_no_time_is_no_success(
     driver: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

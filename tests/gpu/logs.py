@@ -6,8 +6,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-#: A line of ``pytest -v``.
-OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)\b")
+_ENDED = "(?P<outcome>PASSED|FAILED|SKIPPED|ERROR|XFAIL|XPASS)"
+#: Lines of ``pytest -v``: how a test ended, the same from a worker of xdist, and that one began.
+OUTCOME = re.compile(rf"^(?P<test>\S+::.+?) {_ENDED}\b")
+WORKERS = re.compile(rf"^\[gw\d+\] \[ *\d+%\] {_ENDED} (?P<test>\S+::.*\S)")
+BEGUN = re.compile(r"^\S+\.py::\S")
 #: The heading of a failed test's part of a pytest log.
 HEADING = re.compile(r"^_{3,} (.+) _{3,}$")
 #: What says why, among the tracebacks of other processes.
@@ -26,11 +29,16 @@ LINES, TESTS = 6, 8
 
 
 def outcomes(log: str) -> tuple[dict[str, str], str]:
-    """Return how the tests of a pytest log ended, by test, and the test that began last."""
-    lines = log.splitlines()
-    found = {match[1]: match[2] for line in lines if (match := OUTCOME.match(line))}
-    started = [line for line in lines if re.match(r"^\S+::\S+.*$", line)]
-    return found, started[-1].strip() if started else ""
+    """Return how the tests of a pytest log ended, by test, and of those that did not end the last."""
+    found: dict[str, str] = {}
+    running: list[str] = []
+    for line in map(str.strip, log.splitlines()):
+        if ended := OUTCOME.match(line) or WORKERS.match(line):
+            found[ended["test"]] = ended["outcome"]
+            running = [test for test in running if test != ended["test"]]
+        elif BEGUN.match(line):
+            running.append(line)
+    return found, running[-1] if running else ""
 
 
 def reasons(log: str) -> list[str]:

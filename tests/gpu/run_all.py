@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
+import importlib.util
 import json
 import os
 import re
@@ -139,6 +140,8 @@ class Run:
             return words
         command = [python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
         command += ["--color=no", f"--junitxml={self.folder / slug(step.name)}.xml"]
+        if step.workers > 1 and importlib.util.find_spec("xdist"):
+            command += ["-n", str(step.workers), "--maxschedchunk=1"]
         marks = "not slow" if self.rehearse else "(gpu or multigpu) and not slow"
         return [*command, "-m", marks, *step.arguments, *self.pytest]
 

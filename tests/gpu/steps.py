@@ -68,6 +68,8 @@ class Step:
         mps: a rank that is killed while its kernel runs takes all clients of its MPS daemon along. So a
             step that ends ranks, or may have to, has its own daemon; one whose processes need none, or
             start it themselves, has none; the others share one.
+        workers: processes that share its tests where pytest-xdist is installed, since what most tests
+            of kernels do is to compile.
         rehearsal: arguments of a bench in a rehearsal; None: it cannot be rehearsed.
     """
 
@@ -80,6 +82,7 @@ class Step:
     command: tuple[str, ...] = ()
     alone: bool = False
     mps: str = SHARED_DAEMON
+    workers: int = 1
     rehearsal: tuple[str, ...] | None = field(default=())
 
 
@@ -182,6 +185,12 @@ def _one_process(name: str, files: tuple[str, ...], estimate_s: float, limit_s: 
     return Step(name, group, files, estimate_s, limit_s, mps=NO_DAEMON, rehearsal=None)
 
 
+def _compiling(op: str, estimate_s: float) -> Step:
+    """Return the step of an op's kernels."""
+    files = _found("tests/kernels", f"test_{op}*_gpu.py")
+    return replace(_one_process(f"{op} kernels", files, estimate_s, 240), workers=6)
+
+
 def _file(name: str, group: str, estimate_s: float, limit_s: float, mps: str, **more: Any) -> Step:
     """Return the step of a file of this folder."""
     file = f"tests/gpu/test_{name.partition(' ')[0]}_gpu.py"
@@ -234,9 +243,9 @@ def _kernels(out: Path) -> list[Step]:
         for op in ("kda", "ssd", "conv1d")
     ]
     return [
-        _one_process("kda kernels", _found("tests/kernels", "test_kda*_gpu.py"), 130, 240),
-        _one_process("ssd kernels", _found("tests/kernels", "test_ssd*_gpu.py"), 120, 240),
-        _one_process("conv1d kernels", _found("tests/kernels", "test_conv1d*_gpu.py"), 110, 220),
+        _compiling("kda", 130),
+        _compiling("ssd", 80),
+        _compiling("conv1d", 40),
         Step(
             "cudnn engine",
             "B",
