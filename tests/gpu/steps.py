@@ -28,6 +28,8 @@ BACKENDS = ("nccl", *ONE_SIDED, CUDNN)
 NO_DAEMON, SHARED_DAEMON, OWN_DAEMON = "no", "shared", "own"
 #: Transports that run kernels which no timeout ends: a rank that hangs there is killed.
 OVER_NCCL = ("nccl", CUDNN)
+#: NVSHMEM asks the daemon at every start, and ends the process where a busy one does not answer.
+OVER_NVSHMEM = ("nvshmem_signal", "nvshmem_barrier")
 #: A test of the contract suite that ends rank processes.
 DEATH = "death_ends"
 #: Measurement of the published boundary results.
@@ -66,8 +68,9 @@ class Step:
         command: a program and its arguments, in place of both.
         alone: its times count, so nothing runs beside it.
         mps: a rank that is killed while its kernel runs takes all clients of its MPS daemon along. So a
-            step that ends ranks, or may have to, has its own daemon; one whose processes need none, or
-            start it themselves, has none; the others share one.
+            step that ends ranks, or may have to, has its own daemon, and so has one over NVSHMEM, which
+            asks it often; one whose processes need none, or start it themselves, has none; the others
+            share one.
         workers: processes that share its tests where pytest-xdist is installed, since what most tests
             of kernels do is to compile.
         rehearsal: arguments of a bench in a rehearsal; None: it cannot be rehearsed.
@@ -127,7 +130,7 @@ def _others(taken: Sequence[Step]) -> tuple[str, ...]:
 
 
 def _daemon(backend: str) -> str:
-    return OWN_DAEMON if backend in OVER_NCCL else SHARED_DAEMON
+    return OWN_DAEMON if backend in (*OVER_NCCL, *OVER_NVSHMEM) else SHARED_DAEMON
 
 
 def _suite(backend: str, ranks: int) -> str:

@@ -5,6 +5,10 @@ Only ``nvshmem.bindings`` is used: it needs NumPy and the library, while ``nvshm
 ``cuda.core`` and sets up logging on standard output. The bindings find the library by its name among
 what the process has loaded, so it is loaded here first: torch's own copy if torch has loaded one,
 else that of the wheel ``nvidia-nvshmem-cu*``, else whatever the dynamic linker finds.
+
+Three calls are made without the bindings: those that meet all PEs and hold the interpreter's lock
+meanwhile there (nvshmem4py 0.4.1), so that nothing else of the process would run while a rank is waited
+for, no clock either.
 """
 
 from __future__ import annotations
@@ -52,8 +56,40 @@ def _wheel_paths() -> list[Path]:
     return [path for path in paths if path.exists()]
 
 
+class _Bindings:
+    """Those of nvshmem4py, but for calls that hold the interpreter's lock while they meet all PEs.
+
+    Args:
+        module: ``nvshmem.bindings``.
+        host: NVSHMEM's host library.
+    """
+
+    def __init__(self, module: Any, host: Any) -> None:
+        self._module = module
+        self._host = host
+        host.nvshmem_malloc.argtypes = [ctypes.c_size_t]
+        host.nvshmem_malloc.restype = ctypes.c_void_p
+        host.nvshmem_free.argtypes = [ctypes.c_void_p]
+        host.nvshmem_free.restype = host.nvshmemx_hostlib_finalize.restype = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def malloc(self, nbytes: int) -> int:
+        """Return the address of symmetric memory; 0: the heap is full."""
+        return self._host.nvshmem_malloc(nbytes) or 0
+
+    def free(self, address: int) -> None:
+        """Free what ``malloc`` gave."""
+        self._host.nvshmem_free(address)
+
+    def hostlib_finalize(self) -> None:
+        """End NVSHMEM in this process, if nobody else has started it too."""
+        self._host.nvshmemx_hostlib_finalize()
+
+
 def bindings() -> Any:
-    """Return the module of the bindings, with the library loaded.
+    """Return the bindings, with the library loaded.
 
     Raises:
         RuntimeError: the library does not load.
@@ -62,6 +98,6 @@ def bindings() -> Any:
     problem = load_library()
     if problem is not None:
         raise RuntimeError(problem)
-    from nvshmem import bindings
+    from nvshmem import bindings as module
 
-    return bindings
+    return _Bindings(module, ctypes.CDLL(_NAME, mode=os.RTLD_NOLOAD | ctypes.RTLD_GLOBAL))

@@ -6,8 +6,9 @@ collective over all PEs, so a second group with other members cannot be served b
 is refused. What somebody else has initialised (nvshmem4py, torch's symmetric memory) is shared, and
 left to them, if its PEs are the group's ranks in any order.
 
-Calls of NVSHMEM that meet all PEs (initialisation, ``malloc``, ``free``, finalisation) wait without
-limit; all ranks meet on the control plane, with a deadline, right before each. A transport that broke
+All ranks meet on the control plane right before each call of NVSHMEM that meets all PEs
+(initialisation, ``malloc``, ``free``, finalisation), and the call itself has a limit too (``meeting``);
+when it passes, NVSHMEM is lost to the process, never used nor finalised again. A transport that broke
 frees nothing, since peers may still map the memory, and NVSHMEM is not finalised after one, since a
 peer may be dead. If none is, the next transport of the group frees what was left, once all ranks have
 come to it, and all is as before. Nothing here runs in a destructor.
@@ -19,17 +20,26 @@ import json
 import os
 import threading
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from cptransport.backend import ControlPlane, PeerRegion, bytes_at
-from cptransport.errors import BackendUnavailableError, TransportError
+from cptransport.errors import (
+    BackendUnavailableError,
+    PeerFailedError,
+    TransportError,
+    TransportTimeoutError,
+)
 from cptransport_nvshmem_runtime.library import bindings
+from cptransport_nvshmem_runtime.meeting import meet
 
 __all__ = ["SymmetricMemory", "acquire"]
+
+T = TypeVar("T")
 
 _LIMITED = (
     "several ranks share a GPU without MPS, or CUDA_MPS_ACTIVE_THREAD_PERCENTAGE of those that do adds up "
@@ -81,19 +91,33 @@ def acquire(group: Any, control: ControlPlane, device: torch.device) -> Symmetri
     Raises:
         BackendUnavailableError: alike on all ranks: NVSHMEM serves other ranks already, lost a peer or
             failed before, or fails to start.
+        TransportTimeoutError, PeerFailedError: a rank did not come, or ended meanwhile.
 
     Collective: over the group.
     """
     members = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
     with _process.lock:
-        _agree(control, _process.conflict(members), "NVSHMEM: who is served")
-        if _process.members is None:
-            _start(control, device)
-            _process.members = members
-        memory = SymmetricMemory(control, device)
-        memory.free_what_is_left()
+        try:
+            _agree(control, _process.conflict(members), "NVSHMEM: who is served")
+            if _process.members is None:
+                _start(control, device)
+                _process.members = members
+            memory = SymmetricMemory(control, device)
+            memory.free_what_is_left()
+        except (TransportTimeoutError, PeerFailedError) as error:
+            control.report(error, fatal=True)  # a rank that is still inside NVSHMEM looks for it
+            raise
         _process.users += 1
     return memory
+
+
+def _meet(call: Callable[[], T], what: str, control: ControlPlane, device: torch.device) -> T:
+    """See ``meet``; a call that did not return in time loses NVSHMEM to this process."""
+    try:
+        return meet(call, what, control, device)
+    except (TransportTimeoutError, PeerFailedError) as error:
+        _process.spent = f"NVSHMEM was lost earlier in this process: {error}"
+        raise
 
 
 def _start(control: ControlPlane, device: torch.device) -> None:
@@ -142,14 +166,19 @@ def _initialise(library: Any, control: ControlPlane, device: torch.device) -> No
         raw = np.frombuffer(bytes.fromhex(text), dtype=library.uniqueid_dtype)
         identity = library.uniqueid.from_data(raw.copy())
         attributes = library.InitAttr()
-        with torch.cuda.device(device):
-            library.set_attr_uniqueid_args(
-                control.rank, control.world_size, identity.ptr, attributes.ptr
-            )
+        library.set_attr_uniqueid_args(
+            control.rank, control.world_size, identity.ptr, attributes.ptr
+        )
+
+        def initialise() -> None:
             library.hostlib_init_attr(library.Flags.INIT_WITH_UNIQUEID, attributes.ptr)
+
+        _meet(initialise, "initialisation", control, device)
         # It reports success also where it could set up nothing but the connections of its hosts.
         if library.init_status() < library.Init_status.STATUS_IS_INITIALIZED:
             problem = "NVSHMEM does not start; NVSHMEM_DEBUG=INFO says why"
+    except (TransportTimeoutError, PeerFailedError):
+        raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
     _agree(control, problem, "NVSHMEM: initialisation")
@@ -186,15 +215,14 @@ class SymmetricMemory:
     def allocate(self, nbytes: int) -> PeerRegion:
         """See ``PeerMemory.allocate``."""
         self._control.exchange("", "NVSHMEM: allocation")
-        with torch.cuda.device(self._device):
-            address = self._library.malloc(max(nbytes, 1))
-            _process.made += 1
-            self._numbers[address] = _process.made
-            addresses = [
-                address if rank == self._control.rank else self._library.ptr(address, pe)
-                for rank, pe in enumerate(self._pes)
-                if address
-            ]
+        address = self._meet(lambda: self._library.malloc(max(nbytes, 1)), "malloc")
+        _process.made += 1
+        self._numbers[address] = _process.made
+        addresses = [
+            address if rank == self._control.rank else self._library.ptr(address, pe)
+            for rank, pe in enumerate(self._pes)
+            if address
+        ]
         unreachable = [rank for rank, found in enumerate(addresses) if not found]
         texts = self._control.exchange(json.dumps([bool(address), unreachable]), "NVSHMEM: memory")
         found = [json.loads(text) for text in texts]
@@ -235,8 +263,10 @@ class SymmetricMemory:
             _process.broke = False  # all live and nothing is left: as good as new
 
     def _free(self, address: int) -> None:
-        with torch.cuda.device(self._device):
-            self._library.free(address)
+        self._meet(lambda: self._library.free(address), "free")
+
+    def _meet(self, call: Callable[[], T], what: str) -> T:
+        return _meet(call, what, self._control, self._device)
 
     def close(self, broken: bool) -> None:
         """See ``PeerMemory.close``; the last transport finalises NVSHMEM."""
@@ -248,9 +278,12 @@ class SymmetricMemory:
             if broken:
                 _process.broke = True
                 _process.left.update({n: a for a, n in self._numbers.items() if a})
-            if _process.users or _process.broke:
+            if _process.users or _process.broke or _process.spent:
                 return
             if _process.ours:
-                with torch.cuda.device(self._device):
-                    self._library.hostlib_finalize()
+                try:
+                    self._meet(self._library.hostlib_finalize, "finalisation")
+                except (TransportTimeoutError, PeerFailedError):  # it is closed all the same
+                    warnings.warn(_process.spent, stacklevel=2)
+                    return
             _process.members = None

@@ -6,7 +6,8 @@ size fixed by ``NVSHMEM_SYMMETRIC_SIZE`` when it starts; ``malloc`` gives all PE
 them all, and returns 0 where the heap is full; ``free`` and finalisation meet all PEs too, and all
 such meetings last for ever; initialisation keeps a pointer to the unique id, counts its callers, and
 reports success also when it could not set up a heap; a call too early, a wrong pointer or sizes that
-differ between PEs end the process.
+differ between PEs end the process. A process that was PE 0 once and is not now leaves an error on the
+thread that finalises it, and an initialisation on a thread with one ends the process.
 
 Variables: ``FAKE_NVSHMEM_FOLDER`` (of the files), ``FAKE_NVSHMEM_NO_HEAP=PE`` (that PE only
 bootstraps), ``FAKE_NVSHMEM_APART=PE`` (it is not addressable from others), ``FAKE_NVSHMEM_STATUS=N``
@@ -20,6 +21,7 @@ import enum
 import mmap
 import os
 import sys
+import threading
 import time
 import uuid
 from typing import NoReturn
@@ -139,6 +141,8 @@ _arguments: dict[int, tuple[int, int, int]] = {}  # attributes -> PE, PEs, addre
 _world: _World | None = None
 _heap = False
 _callers = 0
+_led = False
+_last_error = threading.local()
 
 
 def _size(text: str) -> int:
@@ -169,7 +173,7 @@ def set_attr_uniqueid_args(pe: int, pes: int, identity: int, attributes: int) ->
 
 
 def hostlib_init_attr(flags: int, attributes: int) -> None:
-    global _world, _heap, _callers
+    global _world, _heap, _callers, _led
     calls.append("hostlib_init_attr")
     pe, pes, identity = _arguments.pop(attributes)
     if flags != Flags.INIT_WITH_UNIQUEID or not 0 <= pe < pes:
@@ -178,6 +182,9 @@ def hostlib_init_attr(flags: int, attributes: int) -> None:
     if _world is not None:
         return
     token = ctypes.string_at(identity + 4, 32).decode()
+    if hasattr(_last_error, "text"):
+        _exit(_last_error.text)
+    _led = _led or pe == 0
     _world = _World(f"nvshmem-{token}", pe, pes)
     _world.meet()
     _heap = os.environ.get("FAKE_NVSHMEM_NO_HEAP") != str(pe)
@@ -192,6 +199,8 @@ def hostlib_finalize() -> None:
     if _callers:
         return
     world.close()
+    if _led and world.pe != 0:
+        _last_error.text = "cuda failed with invalid argument"
     _world, _heap = None, False
 
 

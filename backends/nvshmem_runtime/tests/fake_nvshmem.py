@@ -18,6 +18,7 @@ import torch
 
 import cptransport_nvshmem_barrier
 import cptransport_nvshmem_runtime
+import cptransport_nvshmem_runtime.meeting
 import cptransport_nvshmem_runtime.runtime
 import cptransport_nvshmem_signal
 from cptransport.backend import BackendSpec
@@ -30,7 +31,7 @@ def _put_in_place() -> None:
     package: Any = cptransport_nvshmem_runtime
     package.missing = lambda device: None
     package.runtime.bindings = lambda: fake_bindings
-    host_cuda.put_in_place(package, package.runtime)
+    host_cuda.put_in_place(package, package.meeting, package.runtime)
 
 
 def _on_cpu(spec: BackendSpec) -> BackendSpec:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where NVSHMEM's library is looked for."""
+"""Where NVSHMEM's library is looked for, and how it is called."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,3 +88,53 @@ def test_without_it_the_reason_says_what_to_install(
     assert "pip install nvidia-nvshmem-cu13" in reason
     with pytest.raises(RuntimeError, match="nvidia-nvshmem-cu13"):
         library.bindings()
+
+
+HOST = """
+#include <stdlib.h>
+#include <unistd.h>
+void *nvshmem_malloc(size_t size) { usleep(300000); return size < 4096 ? malloc(size) : NULL; }
+void nvshmem_free(void *address) { usleep(300000); free(address); }
+void nvshmemx_hostlib_finalize(void) { usleep(300000); }
+"""
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Bindings over a library of the real one's name, whose calls that meet all PEs take 0.3 s."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "host.c").write_text(HOST)
+    soname = f"libcpt_test_{tmp_path.name}.so"  # loaded for good: a name of its own
+    command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-o", soname, "host.c"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    held = ctypes.CDLL(str(tmp_path / soname))
+    monkeypatch.setattr(library, "_NAME", soname)
+    module = ModuleType("nvshmem.bindings")
+    module.my_pe = lambda: 3  # type: ignore[attr-defined]
+    package = ModuleType("nvshmem")
+    package.bindings = module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "nvshmem", package)
+    monkeypatch.setitem(sys.modules, "nvshmem.bindings", module)
+    yield library.bindings()
+    del held
+
+
+def test_calls_that_meet_all_pes_let_other_threads_run(host: Any) -> None:
+    """nvshmem4py's own hold the interpreter's lock, so that no deadline could pass meanwhile."""
+    address = 0
+
+    def malloc() -> None:
+        nonlocal address
+        address = host.malloc(64)
+
+    for call in (malloc, lambda: host.free(address), host.hostlib_finalize):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(0.05)
+        assert thread.is_alive(), "this thread came to run only when the call had ended"
+        thread.join()
+    assert address > 1 << 32  # not cut to an int
+    assert host.malloc(1 << 20) == 0
+    assert host.my_pe() == 3
