@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,7 +83,8 @@ def measure_on_ranks(
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
-        interleaving="providers, modes and timers of a backend by iteration; backends one after the other",
+        interleaving="providers, modes and timers of a backend by iteration, on the host's clock each after an "
+        "untimed call of its own; backends one after the other",
         input_distribution=kda_layer(shapes[0]).distribution,
         verification="every rank's output and gradients against the own unsharded op: largest error over "
         "largest value; captured calls by their replay",
@@ -193,9 +195,10 @@ def _own(
     cp, rank = CPContext(stage.plan, transport), transport.rank
     leaves = _leaves(stage, rank)
 
+    within = partial(asking, overlap=overlap, composition=composition)
+
     def call() -> Tensor:
-        with asking(overlap=overlap, composition=composition):
-            return stage.layer.call(leaves, cp, engine)
+        return stage.layer.call(leaves, cp, engine)
 
     options: dict[str, Any] = {"overlap": overlap}
     skipped = None
@@ -203,7 +206,8 @@ def _own(
         skipped = f"{transport.name!r} lacks the capability pairwise"
         options.update(engine=engine or "auto", composition=composition)
     else:
-        call()  # compiles, and tells what runs
+        with within():
+            call()  # compiles, and tells what runs
         ran = last_run()
         assert ran is not None
         options.update(engine=engine or ran.engine, composition=ran.composition)
@@ -217,6 +221,7 @@ def _own(
         options=options,
         skipped=skipped,
         received=lambda: transport.stats().bytes_received,
+        within=within,
     )
 
 

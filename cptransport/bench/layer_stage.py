@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from cptransport import env
 from cptransport.bench.baselines import Call, Place, load_peers
 from cptransport.context import CPContext
+from cptransport.cost import choose
 from cptransport.ops import last_run
 from cptransport.plan import build_plan
 from cptransport.testing.numerics import (
@@ -118,6 +120,7 @@ class Provider:
         name, world_size, baseline, options: of its rows; they tell it from all others of its
             configuration from the start, whatever fails later.
         call: inputs by name to output.
+        within: makes the context in which it is called.
         expected: output ``"o"`` and gradients by input name.
         limit: of the largest error over the largest value.
         engine: that must run; None: any.
@@ -130,6 +133,7 @@ class Provider:
     call: Call | None
     expected: Tensors
     limit: float
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
     world_size: int = 1
     baseline: bool = False
     options: dict[str, Any] = field(default_factory=dict)
@@ -182,6 +186,23 @@ class Stage:
         transport = LoopbackTransport(self.device, self.setup.timeout_s)
         return CPContext(build_plan([0, tokens], world_size=1), transport)
 
+    def composition(self) -> str | None:
+        """Return how the ranks compose, None: as they choose.
+
+        Recorded ranks have no costs of their own, and by those of a host CUDA tensors would compose
+        otherwise than on any backend that carries them; NCCL's are taken.
+        """
+        if self.device.type != "cuda" or env.choice(env.COMPOSITION) != "auto":
+            return None
+        shape = self.layer.shape
+        heads, keys, values = (shape[size] or 0 for size in ("HV", "K", "V"))
+        transition = (1, heads, keys, keys) if self.layer.op == "kda" else (1, heads)
+        parts = (
+            PartSpec("state", (1, heads, keys, values), torch.float32),
+            PartSpec("transition", transition, torch.float32),
+        )
+        return choose(self.plan, parts, "nccl", pairwise=True).composition
+
     def own(self, engine: str | None, overlaps: Sequence[bool]) -> list[Provider]:
         """Return the interior rank with its boundary, and the same op without CP on its tokens.
 
@@ -210,12 +231,13 @@ class Stage:
                     "overlap": overlap,
                     "engine": engine or "auto",
                 },
+                within=partial(asking, overlap=overlap, composition=self.composition()),
                 engine=engine,
                 failed=failed,
             )
             if recording is not None:
                 transport = RecordedTransport(recording, self.device)
-                provider.call = self._sharded_call(transport, engine, overlap)
+                provider.call = self._sharded_call(transport, engine)
                 provider.transport = transport
                 provider.volume = self._volume(recording, composition)
             made.append(provider)
@@ -256,16 +278,9 @@ class Stage:
             found.append(provider)
         return found
 
-    def _sharded_call(
-        self, transport: BoundaryTransport, engine: str | None, overlap: bool
-    ) -> Call:
+    def _sharded_call(self, transport: BoundaryTransport, engine: str | None) -> Call:
         cp = CPContext(self.plan, transport)
-
-        def call(inputs: Mapping[str, Tensor]) -> Tensor:
-            with asking(overlap=overlap):
-                return self.layer.call(inputs, cp, engine)
-
-        return call
+        return lambda inputs: self.layer.call(inputs, cp, engine)
 
     def _unsharded(self, engine: str | None) -> Provider:
         single = self.single(self.layer.tokens)
@@ -304,7 +319,8 @@ class Stage:
             assert ran is not None
             return result, ran.composition
 
-        both, recordings = record(step, self.setup.world_size, device=str(self.device))
+        with asking(overlap=False, composition=self.composition()):
+            both, recordings = record(step, self.setup.world_size, device=str(self.device))
         results, (composition, *_) = zip(*both, strict=True)
         whole = explicit(self.inputs, self.single(self.plan.total_rows), engine, self.grad)
         for name, expected in whole.items():

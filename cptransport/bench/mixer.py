@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,7 +153,8 @@ def measure_mixer(args: argparse.Namespace, progress: Progress) -> Measured:
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
-        interleaving="modes and timers of a backend by iteration; backends one after the other",
+        interleaving="modes and timers of a backend by iteration, on the host's clock each after an untimed "
+        "call of its own; backends one after the other",
         input_distribution=_DISTRIBUTION,
         verification="every rank's y and gradient of zxbcdt against the own unsharded core: largest error "
         "over largest value; captured calls by their replay",
@@ -242,9 +244,10 @@ class _Core:
             options["engine"] = engine or "auto"
             return Candidate(mode, lambda _: [], lambda _: 0.0, True, options, skipped=skipped)
 
+        within = partial(asking, overlap=overlap)
+
         def call() -> Tensor:
-            with asking(overlap=overlap):
-                return self._call(leaves, cp, engine, mode)
+            return self._call(leaves, cp, engine, mode)
 
         def run(part: str) -> list[Tensor]:
             output = call()
@@ -259,7 +262,8 @@ class _Core:
                 worst = max(worst, check(f"dzxbcdt of {mode}", results[1], dzxbcdt, limit))
             return worst
 
-        call()  # compiles, and tells what runs
+        with within():
+            call()  # compiles, and tells what runs
         ran = last_run()
         assert ran is not None
         options["engine"] = engine or ran.engine
@@ -276,6 +280,7 @@ class _Core:
             capture=mode in ("none", "virtual"),
             skipped=skipped_engine,
             received=self._received,
+            within=within,
         )
 
     def _received(self) -> int:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ class Candidate:
         capture: whether it may be captured.
         skipped: why it cannot run here, alike on all ranks.
         received: bytes that came to this rank so far; None: nobody counts them.
+        within: makes the context of every iteration, entered outside the time.
     """
 
     provider: str
@@ -71,6 +73,7 @@ class Candidate:
     capture: bool = True
     skipped: str | None = None
     received: Callable[[], int] | None = None
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 def run_candidates(
@@ -89,7 +92,8 @@ def run_candidates(
     running: list[tuple[Candidate, Outcome, Series]] = []
     for candidate in candidates:
         for mode in MODES:
-            outcome = _checked(candidate, mode, transport)
+            with candidate.within():
+                outcome = _checked(candidate, mode, transport)
             for timer in _timers(candidate, transport):
                 own = Outcome(**vars(outcome))
                 key = Key(
@@ -100,7 +104,8 @@ def run_candidates(
                     tuple(sorted(candidate.options.items())),
                 )
                 found.append((key, own))
-                series = _series(candidate, mode, timer, transport, own)
+                with candidate.within():
+                    series = _series(candidate, mode, timer, transport, own)
                 if series is not None:
                     running.append((candidate, own, series))
     measure([series for _, _, series in running], budget, device=transport.device)
@@ -144,8 +149,10 @@ def _series(
 ) -> Series | None:
     if outcome.skipped is not None:
         return None
-    body = Body(lambda: candidate.run(mode), align=transport.barrier)
+    body = Body(lambda: candidate.run(mode), align=transport.barrier, within=candidate.within)
     chosen: Timer = PerfCounter(transport.device)
+    if timer == "perf_counter":
+        body = replace(body, prepare=body.timed)  # a candidate follows itself: see ``layer._arm``
     if timer == "graph_replay":
         chosen = GraphReplay()
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -52,11 +53,13 @@ class Body:
         timed: what is timed.
         prepare: done before, outside the time.
         align: makes ranks start together; on CUDA ordered on the stream.
+        within: makes the context of an iteration, entered outside the time.
     """
 
     timed: Callable[[], object]
     prepare: Callable[[], object] = _nothing
     align: Callable[[], object] = _nothing
+    within: Callable[[], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(frozen=True)
@@ -238,7 +241,8 @@ def _sample(one: Series, *, keep: bool, flush: Tensor | None) -> None:
     try:
         if flush is not None:
             flush.zero_()
-        taken = one.timer.sample(one.body)
+        with one.body.within():
+            taken = one.timer.sample(one.body)
     except Exception as error:
         one.error = f"{type(error).__name__}: {error}"
         one.samples_us.clear()

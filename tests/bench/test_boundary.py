@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cptransport.bench import boundary, boundary_rank, layer_stage
 from cptransport.bench.cases import add_arguments, load_case, run_case
+from cptransport.bench.kda_op import KDAShape, kda_layer
 from cptransport.bench.schema import SchemaError, problems
 from cptransport.cli import main
 
@@ -170,6 +172,20 @@ def test_whole_op_on_the_interior_rank(name: str, sizes: list[str]) -> None:
     assert all(row["options"]["engine"] == "torch" for row in good.values())
     absent = [row for row in by_status(made, "skipped") if row["provider"] == "fla"]
     assert all(row["reason"].startswith("fla ") for row in absent)
+
+
+def test_recorded_ranks_on_cuda_compose_as_nccl_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CULA_CP_COMPOSITION", raising=False)
+    cpu = torch.device("cpu")
+    setup = layer_stage.Setup(4, "float32", 0, 30.0)
+    for heads, expected in ((16, "gather"), (64, "scan")):
+        layer = kda_layer(KDAShape(2, heads, heads, 128, 128, -1.0))
+        stage = layer_stage.Stage(layer, setup, cpu)
+        assert stage.composition() is None  # on a CPU as gloo would: as the recording's threads do
+        stage.device = torch.device("cuda", 0)
+        assert stage.composition() == expected
+    monkeypatch.setenv("CULA_CP_COMPOSITION", "handoff")
+    assert stage.composition() is None
 
 
 def test_ranks_that_disagree_with_the_unsharded_op_leave_no_number(

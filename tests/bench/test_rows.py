@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from documents import document, row
@@ -121,11 +124,27 @@ def test_bodies_take_turns_and_one_that_raises_is_given_up() -> None:
     assert second.samples_us == []
 
 
-def test_preparation_and_alignment_are_not_timed() -> None:
+def test_preparation_alignment_and_context_are_not_timed() -> None:
     import time
 
-    body = Body(lambda: time.sleep(0.01), lambda: time.sleep(0.2), lambda: time.sleep(0.2))
-    assert 10_000 <= PerfCounter(CPU).sample(body) < 150_000
+    inside: list[str] = []
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        inside.append("in")
+        time.sleep(0.2)
+        yield
+        inside.append("out")
+
+    def timed() -> None:
+        inside.append("timed")
+        time.sleep(0.01)
+
+    body = Body(timed, lambda: time.sleep(0.2), lambda: time.sleep(0.2), within)
+    series = Series(PerfCounter(CPU), body)
+    measure([series], Budget(warmup=1, iterations=1), device=CPU)
+    assert 10_000 <= series.samples_us[0] < 150_000
+    assert inside == ["in", "timed", "out"] * 2
 
 
 def test_peak_memory_is_that_of_the_call() -> None:
