@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cptransport.backend import ControlPlane, group_store
 from cptransport.errors import BackendUnavailableError, PeerFailedError
+from cptransport_nccl.lanes import CONNECT_S
 from cptransport_nccl.library import NcclError, unique_id
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.transport import NcclTransport
@@ -39,8 +40,10 @@ def create(
     if device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.init()
+    # Until all have connected, ranks wait for what the machines take, not for each other's data.
+    patience_s = max(timeout_s, CONNECT_S)
     control = ControlPlane(
-        group_store(group, "control"), dist.get_rank(group), dist.get_world_size(group), timeout_s
+        group_store(group, "control"), dist.get_rank(group), dist.get_world_size(group), patience_s
     )
     places = control.exchange(_place(device), "nccl: devices of the ranks")
     shared = {p: [r for r, q in enumerate(places) if q == p] for p in places if places.count(p) > 1}
@@ -58,9 +61,11 @@ def create(
 
     try:
         notes = Notes(group_store(group, "nccl notes"), control.rank)
-        return kind(control, device, timeout_s, identity, notes)
+        made = kind(control, device, timeout_s, identity, notes)
     except (NcclError, PeerFailedError) as error:
         raise BackendUnavailableError(f"NCCL could not connect the group: {error}") from error
+    control.timeout_s = timeout_s
+    return made
 
 
 def _place(device: torch.device) -> str:

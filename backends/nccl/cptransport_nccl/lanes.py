@@ -9,9 +9,10 @@ has failed; that ends NCCL's kernels, and the next verb raises.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import Thread
 
 import torch
@@ -20,16 +21,23 @@ from torch import Tensor
 from cptransport.backend import ControlPlane, Generation, TransportBase
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 from cptransport.transport import Capabilities
+from cptransport_nccl.driver import fill
 from cptransport_nccl.library import Communicator, NcclError
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.order import Order
-from cptransport_nccl.watchdog import Watchdog, Work
+from cptransport_nccl.pulse import Pulse
+from cptransport_nccl.watchdog import Watchdog, Work, work_name
 
-__all__ = ["BARRIERS", "ROUTES", "LanesTransport", "still_used"]
+__all__ = ["BARRIERS", "CONNECT_S", "ROUTES", "LanesTransport", "still_used"]
 
 #: The lane of everything with routes, and that of barriers, which may come between any two verbs.
 ROUTES, BARRIERS = "routes", "barriers"
 
+#: How long connecting may take at least, whatever the limit of waits for a peer's data is: NCCL starts
+#: threads, searches the topology and pins memory, which takes seconds where processes share a GPU.
+CONNECT_S = 30.0
+#: How long peers are asked who failed, when NCCL says only that something did.
+_WORDS_S = 1.0
 #: How long an abort of lanes may hold up this rank.
 _ABORT_S = 2.0
 #: Transports that NCCL still works for; their memory stays.
@@ -78,7 +86,7 @@ class LanesTransport(TransportBase):
             timeout_s, self._failure, self._late, self._expire, self._compare_order
         )
         try:
-            self._lane(ROUTES)
+            self._connect({ROUTES: None})
         except BaseException:
             self._close(broken=True)
             raise
@@ -88,7 +96,7 @@ class LanesTransport(TransportBase):
             raise TransportError(
                 "the first barrier connects to the peers, which a capture cannot hold"
             )
-        self._lane(BARRIERS)
+        self._connect({BARRIERS: None})
         self._barriers += 1
         event = self._run(BARRIERS, None, tuple(self._others()), self._post_barrier)
         torch.cuda.current_stream(self.device).wait_event(event)
@@ -126,16 +134,21 @@ class LanesTransport(TransportBase):
             self._note_strays(texts)
 
     def _close(self, broken: bool) -> None:
+        ending: list[Thread | None] = []
         try:
             # What was captured is freed when its last graph has gone, which nobody can wait for.
             if not (broken or self._captured):
                 for lane in self._lanes.values():
-                    lane.communicator.destroy()
+                    lane.communicator.finalize()
+                for lane in self._lanes.values():
+                    ending.append(lane.communicator.destroy())
         except (NcclError, TransportError):
             pass  # a peer is gone; ours goes too
         finally:
             self._watchdog.stop()
             self._interrupt()
+            for thread in filter(None, ending):
+                thread.join()
             if self.aborting:
                 _kept.append(self)
             self._lanes.clear()
@@ -149,22 +162,36 @@ class LanesTransport(TransportBase):
         current: Generation | None,
         peers: tuple[int, ...],
         post: Callable[[Communicator, int], None],
+        expected: Iterable[tuple[int, int]] = (),
+        watched: bool = True,
     ) -> torch.cuda.Event:
-        """Run NCCL calls on a lane, after the current stream's work so far."""
+        """Run NCCL calls on a lane, after the current stream's work so far.
+
+        Args:
+            lane: which.
+            current: the generation that they belong to; None: none, as a barrier.
+            peers: ranks that they wait for.
+            post: makes the calls.
+            expected: (address, bytes) of what they receive into; NaN where nothing arrives.
+            watched: whether the watchdog ends it at the transport's limit.
+        """
         stream = torch.cuda.current_stream(self.device)
         comm, communication = self._lanes[lane].communicator, self._lanes[lane].stream
         communication.wait_stream(stream)
         what = self._where(current) if current else "barrier"
-        with self._mapped(what), torch.cuda.device(self.device), comm.group(what):
-            post(comm, communication.cuda_stream)
+        slot = current.slot.name if current else None
+        number = current.number if current else self._barriers
+        with self._mapped(what, work_name(slot, number), peers), torch.cuda.device(self.device):
+            for address, nbytes in expected:
+                fill(communication.cuda_stream, address, nbytes)
+            with comm.group(what):
+                post(comm, communication.cuda_stream)
         event = torch.cuda.Event()
         event.record(communication)
         if torch.cuda.is_current_stream_capturing():
             self._captured = True
             stream.wait_event(event)  # a capture must not leave work that nothing waits for
-        else:
-            slot = current.slot.name if current else None
-            number = current.number if current else self._barriers
+        elif watched:
             self._watchdog.watch(communication.cuda_stream, slot, number, peers)
         return event
 
@@ -182,72 +209,127 @@ class LanesTransport(TransportBase):
                 "in an order of its own"
             )
 
-    def _lane(self, name: str, sender: int | None = None) -> None:
-        """Make a lane at its first use and connect it; collective then.
+    def _connect(self, senders: Mapping[str, int | None]) -> None:
+        """Make lanes at their first use and connect them; collective then.
+
+        NCCL connects on threads of its own, so lanes that are needed together take no longer than one.
 
         Args:
-            name: of the lane.
-            sender: the only rank that sends on it; None: all do.
+            senders: by name of a lane, the only rank that sends on it; None: all do.
         """
-        if name in self._lanes or self.world_size == 1:
+        new = [name for name in senders if name not in self._lanes]
+        if not new or self.world_size == 1:
             return
-        identity = self._identity(name)
-
-        def missing() -> list[int]:
-            return list(self._others())
+        identities = [self._identity(name) for name in new]
+        others = tuple(self._others())
+        pulse = Pulse(self._notes, new[0], others)
 
         def wait(arrived: Callable[[float], bool], what: str) -> None:
-            self._wait(arrived, what, missing=missing)
+            if pulse.over:
+                self._wait(arrived, what, missing=lambda: list(others))
+            else:
+                self._wait_connecting(arrived, what, pulse)
 
-        with self._mapped("connect"), torch.cuda.device(self.device):
-            comm = Communicator(identity, self.rank, self.world_size, wait)
-        lane = self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
+        with self._mapped("connect", f"connect {new[0]}", others), torch.cuda.device(self.device):
+            for name, identity in zip(new, identities, strict=True):
+                # What carries little needs no more than one channel.
+                channels = None if name == ROUTES else 1
+                comm = Communicator(identity, self.rank, self.world_size, wait, channels)
+                self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
+            for name in new:
+                self._lanes[name].communicator.complete()
+            for name in new:
+                self._use_first(name, senders[name])
+                drained = partial(self._drained, self._lanes[name])
+                wait(drained, "connecting to the peers")
+        pulse.connected()
+
+    def _use_first(self, name: str, sender: int | None) -> None:
+        """Run on a lane what connects all that will be needed."""
+        others = tuple(self._others())
 
         def post(comm: Communicator, stream: int) -> None:
-            for peer in self._others():
+            for peer in others:
                 if sender in (None, self.rank):
                     comm.send(self._token.data_ptr(), 1, peer, stream)
                 if sender in (None, peer):
                     comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
 
         first = self._post_barrier if name == BARRIERS else post
-        self._run(name, None, tuple(self._others()), first)
+        self._run(name, None, others, first, watched=False)
         if name == ROUTES:
             table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
 
             def post_all(comm: Communicator, stream: int) -> None:
                 comm.all_gather(self._token.data_ptr(), table.data_ptr(), 1, stream)
 
-            self._run(name, None, tuple(self._others()), post_all)
-            still_used(table, lane.stream)
-        self._wait(
-            lambda seconds: self._drained(lane.stream, seconds),
-            "connecting to the peers",
-            missing=missing,
-        )
+            self._run(name, None, others, post_all, watched=False)
+            still_used(table, self._lanes[name].stream)
 
-    def _drained(self, stream: torch.cuda.Stream, seconds: float) -> bool:
+    def _wait_connecting(self, arrived: Callable[[float], bool], what: str, pulse: Pulse) -> None:
+        """Wait for the peers to connect: as long as the limit, and up to ``CONNECT_S`` while all are there."""
+
+        def beating(seconds: float) -> bool:
+            pulse.beat()
+            return arrived(seconds)
+
+        def missing() -> list[int]:
+            return pulse.listen(beating) or list(self._others())
+
+        start = time.monotonic()
+        while True:
+            try:
+                self._wait(beating, what, missing=missing)
+                return
+            except TransportTimeoutError:
+                if pulse.silent or time.monotonic() - start > CONNECT_S:
+                    raise
+
+    def _drained(self, lane: _Lane, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while not stream.query():
+        while not lane.stream.query():
             if self._error is not None:
                 raise self._error
+            problem = lane.communicator.failure()
+            if problem is not None:
+                raise NcclError(problem)
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.0005)
         return True
 
     @contextmanager
-    def _mapped(self, what: str) -> Iterator[None]:
+    def _mapped(self, what: str, work: str, peers: Sequence[int]) -> Iterator[None]:
         """Map NCCL's errors to ours, with their cause."""
         try:
             yield
         except NcclError as error:
-            if self._error is not None:
-                raise self._error from error
-            self.control.check()
-            raise PeerFailedError(f"rank {self.rank}: {what}: {error}") from error
+            raise self._lost(f"rank {self.rank}: {what}: {error}", work, peers) from error
 
-    def _failure(self) -> BaseException | None:
+    def _lost(self, problem: str, work: str, peers: Sequence[int]) -> BaseException:
+        """Find out who failed when NCCL says that something did; on the caller's or the watchdog's thread.
+
+        NCCL names nobody, and notices a closed connection before the peers have said anything. They
+        get a moment for it: what one of them raised is the cause, else those did it who have not come
+        to this piece of work.
+        """
+        if self._error is None:
+            self._notes.waits(work)
+        end = time.monotonic() + min(_WORDS_S, self.timeout_s / 2)
+        while self._error is None and time.monotonic() < end:
+            try:
+                self.control.check()
+            except PeerFailedError as error:
+                return error
+            time.sleep(0.05)
+        if self._error is not None:
+            return self._error
+        absent = self._notes.absent(work, peers)
+        who = f"rank {absent[0]}" if len(absent) == 1 else f"one of ranks {absent}"
+        peer = absent[0] if len(absent) == 1 else None
+        return PeerFailedError(f"{problem}; no word from {who}", peer=peer)
+
+    def _failure(self, work: Work) -> BaseException | None:
         """What peers or NCCL report while work is pending; runs on the watchdog's thread."""
         try:
             self.control.check()
@@ -256,7 +338,7 @@ class LanesTransport(TransportBase):
         for lane in tuple(self._lanes.values()):
             problem = lane.communicator.failure()
             if problem is not None:
-                return PeerFailedError(f"NCCL reports: {problem}")
+                return self._lost(f"NCCL reports: {problem}", work.name, work.peers)
         return None
 
     def _late(self, work: Work) -> None:

@@ -106,8 +106,12 @@ class Communicator:
         rank, world_size: position in it.
         wait: ``wait(arrived, what)`` waits on the host with a deadline, see ``TransportBase``; may
             raise.
+        channels: the most that it may use; None: NCCL's choice. Every channel takes pinned host
+            memory, connections and time to make.
 
     Collective: over all its ranks. The current CUDA device must be this rank's.
+
+    Making it begins to connect; ``complete`` waits for that.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Communicator:
         rank: int,
         world_size: int,
         wait: Callable[[Callable[[float], bool], str], None],
+        channels: int | None = None,
     ) -> None:
         self._handle = ctypes.c_void_p()
         # Held while it is looked at or taken away: the watchdog's thread aborts it.
@@ -128,18 +133,21 @@ class Communicator:
             blocking=0,
             cga_cluster_size=_UNDEFINED,
             min_ctas=_UNDEFINED,
-            max_ctas=_UNDEFINED,
+            max_ctas=_UNDEFINED if channels is None else channels,
             net_name=None,
             split_share=_UNDEFINED,
         )
-        code = _library().ncclCommInitRankConfig(
+        self._begun = _library().ncclCommInitRankConfig(
             ctypes.byref(self._handle),
             world_size,
             _UniqueId.from_buffer_copy(identity),
             rank,
             ctypes.byref(config),
         )
-        self._complete(code, "ncclCommInitRankConfig")
+
+    def complete(self) -> None:
+        """Wait until it is connected, which goes on since it was made; before its first use."""
+        self._complete(self._begun, "ncclCommInitRankConfig")
 
     @property
     def alive(self) -> bool:
@@ -194,25 +202,33 @@ class Communicator:
             waits for all kernels of the device, so abort all communicators before you wait for one,
             and NCCL waits for all graphs that hold its work, such as the one being captured.
         """
+        return self._take_away(_library().ncclCommAbort)
+
+    def finalize(self) -> None:
+        """Begin to end it; collective, after all work on it has ended."""
+        if self._handle:
+            self._begun = _library().ncclCommFinalize(self._handle)
+
+    def destroy(self) -> threading.Thread | None:
+        """Wait until it is finalized, and begin to free it.
+
+        Returns:
+            The thread that does, without the peers; None: it was aborted. A thread of NCCL's looks only
+            twice a second whether it is to end, so free all communicators before you wait for one.
+        """
+        if not self._handle:
+            return None
+        self._complete(self._begun, "ncclCommFinalize")
+        return self._take_away(_library().ncclCommDestroy)
+
+    def _take_away(self, call: Callable[[Any], int]) -> threading.Thread | None:
         with self._using:
             handle, self._handle = self._handle, ctypes.c_void_p()
         if not handle:
             return None
-        thread = threading.Thread(
-            target=_library().ncclCommAbort, args=(handle,), name="cpt-nccl-abort", daemon=True
-        )
+        thread = threading.Thread(target=call, args=(handle,), name="cpt-nccl-end", daemon=True)
         thread.start()
         return thread
-
-    def destroy(self) -> None:
-        """Free it; collective, after all work on it has ended."""
-        if not self._handle:
-            return
-        self._complete(_library().ncclCommFinalize(self._handle), "ncclCommFinalize")
-        with self._using:
-            handle, self._handle = self._handle, ctypes.c_void_p()
-        if handle:
-            _library().ncclCommDestroy(handle)
 
     def _complete(self, code: int, what: str) -> None:
         """Wait until a call that may be in progress has ended."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hosts tell each other beside NCCL: who has asked for what, who waits for what, what each has sent."""
+"""What hosts tell each other beside NCCL: who has asked for what, who waits for what, what each has sent,
+who is there."""
 
 from __future__ import annotations
 
@@ -64,19 +65,28 @@ class Notes:
 
         return self._limited(look, []) or list(peers)
 
+    def sign(self, what: str, text: str) -> None:
+        """Give a sign of life, in place of the one before."""
+        self._limited(lambda: self._store.set(f"sign/{what}/{self._rank}", text), None)
+
+    def signs(self, what: str, ranks: Sequence[int]) -> list[str]:
+        """Return the last sign of each rank; empty where none or no answer."""
+        return self._read([f"sign/{what}/{rank}" for rank in ranks])
+
     def tell_order(self, text: str) -> None:
         """Say what this rank has sent so far, in place of what it said before."""
         self._limited(lambda: self._store.set(f"order/{self._rank}", text), None)
 
     def orders(self, world_size: int) -> list[str]:
         """Return what every rank last said of that, by rank; empty where nothing or no answer."""
-        keys = [f"order/{rank}" for rank in range(world_size)]
+        return self._read([f"order/{rank}" for rank in range(world_size)])
 
+    def _read(self, keys: Sequence[str]) -> list[str]:
         def look() -> list[str]:
             store = self._store
             return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
-        return self._limited(look, [""] * world_size)
+        return self._limited(look, [""] * len(keys))
 
     def _limited(self, call: Callable[[], T], otherwise: T) -> T:
         """Call the store on a thread of its own; give up at the limit, and while a call before has no answer."""

@@ -29,7 +29,8 @@ wait for the sends of g-2, and every group waits for the current stream, so rece
 overtake readers of g-2. Captures have buffers of their own.
 
 Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
-the next verb raises.
+the next verb raises. What was never received is then NaN: before each group the communication stream
+sets all bits of what the group receives into.
 """
 
 from __future__ import annotations
@@ -103,8 +104,7 @@ class NcclTransport(LanesTransport):
             self._await_takes(current)
         self._traffic[name, number] = _Traffic(captured)
         if any(part.routes is None for part in current.slot.parts):
-            for source in range(self.world_size):
-                self._lane(f"{name}/{source}", source)
+            self._connect({f"{name}/{source}": source for source in range(self.world_size)})
         return {
             part.name: self._buffer("staged", name, part, number, ()) for part in current.slot.parts
         }
@@ -174,6 +174,9 @@ class NcclTransport(LanesTransport):
         return {(part.name, source): self._target(current, part, source) for part, source in wanted}
 
     def _close(self, broken: bool) -> None:
+        for memory in self._memory.values() if broken else ():
+            for lane in self._lanes.values():
+                still_used(memory, lane.stream)  # what was issued and never drained
         super()._close(broken)
         self._traffic.clear()
         if not self.aborting:
@@ -233,22 +236,41 @@ class NcclTransport(LanesTransport):
         if lane == ROUTES:
             self._order.issued(current.slot.name, current.step, to, of)
 
+        tables = {part.name: self._dense_table(current, part) for part in dense}
+        targets, expected = self._targets(current, moves)
+        expected += [(table.data_ptr(), table.nbytes) for table in tables.values()]
+
         def post(comm: Communicator, stream: int) -> None:
             for part in dense:
-                table = self._dense_table(current, part)
-                staged = current.staged[part.name]
+                table, staged = tables[part.name], current.staged[part.name]
                 comm.all_gather(staged.data_ptr(), table.data_ptr(), part.nbytes, stream)
             for part, source, destination, offset, nbytes in moves:
                 if source == self.rank:
                     address = current.staged[part.name].data_ptr() + offset
                     comm.send(address, nbytes, destination, stream)
                 else:
-                    address = self._target(current, part, source).data_ptr() + offset
-                    comm.receive(address, nbytes, source, stream)
+                    comm.receive(targets[part.name, source] + offset, nbytes, source, stream)
 
-        event = self._run(lane, current, tuple(sorted(to | of)), post)
+        event = self._run(lane, current, tuple(sorted(to | of)), post, expected)
         self._traffic[current.slot.name, current.number].done.append(event)
         return event
+
+    def _targets(
+        self, current: Generation, moves: Sequence[_Move]
+    ) -> tuple[dict[tuple[str, int], int], list[tuple[int, int]]]:
+        """Return addresses by part and source, and (address, bytes) of what is received there, from first to last."""
+        targets: dict[tuple[str, int], int] = {}
+        bounds: dict[tuple[str, int], tuple[int, int]] = {}
+        for part, source, _, start, nbytes in moves:
+            if source == self.rank:
+                continue
+            key = (part.name, source)
+            if key not in targets:
+                targets[key] = self._target(current, part, source).data_ptr()
+            first, end = bounds.get(key, (start, start))
+            bounds[key] = min(first, start), max(end, start + nbytes)
+        spans = [(targets[key] + first, end - first) for key, (first, end) in bounds.items()]
+        return targets, spans
 
     def _target(self, current: Generation, part: PartSpec, source: int) -> Tensor:
         """The tensor that a source's part is received into."""

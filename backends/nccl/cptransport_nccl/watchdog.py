@@ -14,12 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
 
 import torch
 
-__all__ = ["Watchdog", "Work"]
+from cptransport_nccl.driver import write
+
+__all__ = ["Watchdog", "Work", "work_name"]
 
 _POLL_S = 0.05
 _LOOK_S = 1.0
@@ -45,16 +45,12 @@ class Work:
     @property
     def name(self) -> str:
         """The same on all ranks that take part."""
-        return f"{self.slot or ''}/{self.generation}"
+        return work_name(self.slot, self.generation)
 
 
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    write = driver.cuStreamWriteValue64_v2
-    write.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint]
-    write.restype = ctypes.c_int
-    return driver
+def work_name(slot: str | None, generation: int) -> str:
+    """Name the work of a generation, or of a barrier, alike on all ranks."""
+    return f"{slot or ''}/{generation}"
 
 
 class _Lane:
@@ -79,7 +75,7 @@ class Watchdog:
 
     Args:
         timeout_s: limit of each piece of work.
-        failed: asked while work is pending: an error of peers or of a communicator, or None.
+        failed: asked with the oldest pending work: an error of peers or of a communicator, or None.
         late: called on the thread with work that has used half of its time.
         expired: called on the thread with the oldest work and the error (None: the deadline
             passed). Afterwards the thread ends.
@@ -89,7 +85,7 @@ class Watchdog:
     def __init__(
         self,
         timeout_s: float,
-        failed: Callable[[], BaseException | None],
+        failed: Callable[[Work], BaseException | None],
         late: Callable[[Work], None],
         expired: Callable[[Work, BaseException | None], None],
         look: Callable[[], None],
@@ -110,9 +106,7 @@ class Watchdog:
         """Watch what was issued on the stream so far."""
         lane = self._lanes.get(stream) or self._lanes.setdefault(stream, _Lane())
         lane.issued += 1
-        code = _driver().cuStreamWriteValue64_v2(stream, lane.address, lane.issued, 0)
-        if code:
-            raise RuntimeError(f"cuStreamWriteValue64 failed with CUDA error {code}")
+        write(stream, lane.address, lane.issued)
         lane.pending.append(Work(lane.issued, slot, generation, peers, time.monotonic()))
         self._wake.set()
 
@@ -131,7 +125,8 @@ class Watchdog:
             self._look_around()
             while not self._stopped and (oldest := self._oldest()) is not None:
                 waited = time.monotonic() - oldest.started
-                error = self._failed() if waited > min(2 * _POLL_S, self._timeout_s / 4) else None
+                asks = waited > min(2 * _POLL_S, self._timeout_s / 4)
+                error = self._failed(oldest) if asks else None
                 if error is not None or waited > self._timeout_s:
                     self._stopped = True
                     self._expired(oldest, error)

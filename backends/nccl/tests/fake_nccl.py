@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import queue
 import threading
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import cptransport_nccl.driver
 import cptransport_nccl.lanes
 import cptransport_nccl.transport
 import cptransport_nccl.watchdog
@@ -33,6 +35,9 @@ from cptransport_nccl.library import NcclError
 from cptransport_nccl.notes import Notes
 
 _WAIT_S = 60.0
+
+#: How long a communicator takes to connect; tests set it.
+connecting_s = 0.0
 
 
 class Event:
@@ -106,6 +111,8 @@ class _World:
         self.changed = threading.Condition()
         self.mail: dict[tuple[int, int, int], list[Any]] = {}  # (source, destination, number)
         self.ends: set[tuple[str, int, int]] = set()
+        self.joined: dict[int, float] = {}  # rank -> when
+        self.lost = False
 
 
 _worlds: defaultdict[bytes, _World] = defaultdict(_World)
@@ -115,7 +122,9 @@ _worlds_lock = threading.Lock()
 class Communicator:
     """See ``cptransport_nccl.library.Communicator``."""
 
-    def __init__(self, identity: bytes, rank: int, world_size: int, wait: Any) -> None:
+    def __init__(
+        self, identity: bytes, rank: int, world_size: int, wait: Any, channels: int | None = None
+    ) -> None:
         with _worlds_lock:
             self._world = _worlds[identity]
         self._rank, self._size, self._wait = rank, world_size, wait
@@ -125,6 +134,22 @@ class Communicator:
         self._stream = 0
         self._problem: str | None = None
         self.alive = True
+        self._world.joined[rank] = time.monotonic()
+
+    def complete(self) -> None:
+        self._wait(self._joined, "joining")
+
+    def _joined(self, seconds: float) -> bool:
+        """Whether all ranks have come, and the time has passed that connecting takes."""
+        joined = self._world.joined
+        if len(joined) == self._size and max(joined.values()) + connecting_s < time.monotonic():
+            return True
+        time.sleep(seconds)
+        return False
+
+    def vanish(self) -> None:
+        """What the peers see when this process ends: a connection that closes."""
+        self._world.lost = True
 
     @contextlib.contextmanager
     def group(self, what: str) -> Iterator[None]:
@@ -211,7 +236,7 @@ class Communicator:
             )
 
     def failure(self) -> str | None:
-        return self._problem
+        return "remote process exited" if self._world.lost else self._problem
 
     def abort(self) -> None:
         with self._world.changed:
@@ -219,6 +244,9 @@ class Communicator:
             for key in [key for key in self._world.mail if key[0] == self._rank]:
                 del self._world.mail[key]  # its memory goes
             self._world.changed.notify_all()
+
+    def finalize(self) -> None:
+        pass
 
     def destroy(self) -> None:
         self.alive = False
@@ -259,6 +287,11 @@ class _Driver:
         _queues[stream].put(lambda: setattr(cell, "value", value))
         return 0
 
+    @staticmethod
+    def cuMemsetD8Async(address: int, value: int, nbytes: int, stream: int) -> int:
+        _queues[stream].put(lambda: ctypes.memset(address, value, nbytes))
+        return 0
+
 
 _kept: list[Any] = []
 
@@ -273,7 +306,8 @@ def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **option
     lanes: Any = cptransport_nccl.lanes
     watchdog: Any = cptransport_nccl.watchdog
     module.torch, lanes.torch, watchdog.torch = _Torch(), _Torch(), _PinnedTorch()
-    lanes.Communicator, watchdog._driver = Communicator, _Driver
+    driver: Any = cptransport_nccl.driver
+    lanes.Communicator, driver._driver = Communicator, _Driver
     module.still_used = lanes.still_used = still_used
     world = current_world()
     assert world is not None

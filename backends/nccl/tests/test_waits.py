@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waits inside NCCL, on the stand-in: who failed, what is handed out, how long connecting may take."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cptransport.errors import PeerFailedError, TransportTimeoutError
+from cptransport.testing import RankPool, Ranks
+from cptransport.transport import PartSpec, Slot
+
+_EVERYWHERE = frozenset((s, d) for s in range(3) for d in range(3) if s != d)
+_ROWS = frozenset({(2, 0, 1), (2, 0, 2), (2, 1), (0, 1), (1, 0), (0, 2), (1, 2)})
+#: By name, and the rows that rank 0 gets of rank 2.
+_SLOTS = {
+    "all-gather": (Slot("all", (PartSpec("x", (4, 8), torch.float32, _EVERYWHERE),)), slice(4)),
+    "rows": (Slot("rows", (PartSpec("x", (4, 8), torch.bfloat16, _ROWS),)), slice(1, 3)),
+    "no routes": (Slot("free", (PartSpec("x", (4, 8), torch.float64),)), slice(4)),
+}
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Callable[..., list[Any]]]:
+    sys.path.insert(0, str(Path(__file__).parent))
+    with RankPool("fake_nccl:BACKEND", 3, processes=False) as pool:
+        yield lambda case, **kwargs: pool.run(case, transport=False, timeout_s=60, **kwargs)
+    sys.path.remove(str(Path(__file__).parent))
+
+
+def _generation(transport: Any, slot: Slot) -> torch.Tensor | None:
+    """Exchange; rank 0 returns what it got of rank 2."""
+    transport.stage(slot)["x"].fill_(1 + transport.rank)
+    transport.publish(slot)
+    got = None
+    for source in range(3):
+        if source != transport.rank:
+            tensor = transport.fetch(slot, "x", source=source)
+            got = tensor if source == 2 else got
+    return got
+
+
+def _generations(transport: Any, slot: Slot) -> None:
+    """More than can end without a peer; what the watchdog has to say is said at the latest by the check."""
+    for _ in range(2):
+        _generation(transport, slot)
+        transport.check()
+
+
+def _never_arrived(ranks: Ranks, which: str) -> list[list[bool]]:
+    """Rank 2 leaves generation 3 out: what rank 0 then has in the memory of generation 1."""
+    transport: Any = ranks.create(timeout_s=1.0)
+    slot, rows = _SLOTS[which]
+    first = _generation(transport, slot)
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 2:
+        ranks.ask("raised")
+        return []
+    before = first[rows].isnan().any().item() if first is not None else None
+    with pytest.raises((TransportTimeoutError, PeerFailedError)):
+        _generations(transport, slot)
+    if ranks.rank == 1:
+        return []
+    ranks.tell("raised", "")
+    assert first is not None
+    return [[before], first[rows].isnan().flatten().tolist()]
+
+
+@pytest.mark.parametrize("which", sorted(_SLOTS))
+def test_what_never_arrived_is_nan(run: Any, which: str) -> None:
+    before, after = run(_never_arrived, which=which)[0]
+    assert before == [False]
+    assert all(after), after
+
+
+def _one_vanishes(ranks: Ranks, words: bool) -> str:
+    """Rank 1 ends while the others wait for it; NCCL says only that a connection closed."""
+    transport: Any = ranks.create(timeout_s=8.0)
+    slot, _ = _SLOTS["no routes"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 1:
+        time.sleep(0.3)
+        for lane in transport._lanes.values():
+            lane.communicator.vanish()
+        if words:
+            time.sleep(0.4)  # the connection closed first
+            transport.control.report(ValueError("words of rank 1"), fatal=True)
+        for rank in (0, 2):
+            ranks.ask(f"raised/{rank}")
+        return ""
+    start = time.monotonic()
+    with pytest.raises(PeerFailedError) as caught:
+        _generations(transport, slot)
+    assert time.monotonic() - start < 4.0  # not by the limit
+    ranks.tell(f"raised/{ranks.rank}", "")
+    return str(caught.value)
+
+
+def test_who_vanished_is_named(run: Any) -> None:
+    for said in run(_one_vanishes, words=False)[::2]:
+        assert "remote process exited; no word from rank 1" in said
+
+
+def test_words_of_who_failed_come_before_those_of_nccl(run: Any) -> None:
+    for said in run(_one_vanishes, words=True)[::2]:
+        assert "ValueError: words of rank 1" in said
+
+
+def _slow_to_connect(ranks: Ranks) -> float:
+    start = time.monotonic()
+    transport: Any = ranks.create(timeout_s=0.5)
+    transport.barrier()  # connects once more
+    transport.close()
+    return time.monotonic() - start
+
+
+def test_connecting_may_take_longer_than_a_wait_for_data(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fake_nccl  # on the path for the fixture's lifetime
+
+    monkeypatch.setattr(fake_nccl, "connecting_s", 2.0)
+    assert min(run(_slow_to_connect)) > 4.0
+
+
+def _gone_while_connecting(ranks: Ranks) -> list[Any]:
+    """Rank 1 is the last that is known to come, and ends inside NCCL."""
+    transport: Any = ranks.create(timeout_s=1.0)
+    if ranks.rank == 1:
+        transport._identity("barriers")
+        for rank in (0, 2):
+            ranks.ask(f"raised/{rank}")
+        return []
+    start = time.monotonic()
+    with pytest.raises((TransportTimeoutError, PeerFailedError)) as caught:
+        transport.barrier()
+    waited = time.monotonic() - start
+    ranks.tell(f"raised/{ranks.rank}", "")
+    return [type(caught.value).__name__, str(caught.value), waited]
+
+
+def test_a_rank_that_ends_while_it_connects_is_not_waited_for(run: Any) -> None:
+    first, _, last = run(_gone_while_connecting)
+    assert "TransportTimeoutError" in (first[0], last[0])
+    for _, text, waited in (first, last):
+        assert "for rank 1;" in text
+        assert waited < 1.0 + 2.0
