@@ -56,10 +56,16 @@ def fold_gathered(
         for fold in folds:
             first, *others = fold.sources
             state = _take(gathered, "state", first, batch)
+            entered = table[_rows(fold.target.row, batch)]
+            if not others:
+                entered.copy_(state)
             for source in others:
-                transition = _take(gathered, "transition", source, batch)
-                state = step(transition, state, _take(gathered, "state", source, batch))
-            table[_rows(fold.target.row, batch)] = state
+                state = step(
+                    _take(gathered, "transition", source, batch),
+                    state,
+                    _take(gathered, "state", source, batch),
+                    out=entered if source is others[-1] else None,
+                )
 
 
 def compose_gathered(

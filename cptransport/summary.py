@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,10 +31,18 @@ from cptransport.precision import ieee_math
 
 __all__ = ["Advance", "Compose", "advance", "compose", "exactly"]
 
-#: ``advance(transition, state, summary) -> M state + summary`` over any leading axes.
-Advance = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: ``compose(later, earlier) -> transition of both``, in travel order, over any leading axes.
 Compose = Callable[[Tensor, Tensor], Tensor]
+
+
+class Advance(Protocol):
+    """A fold step: ``M state + summary`` over any leading axes, in ``out`` if there is one."""
+
+    def __call__(
+        self, transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None
+    ) -> Tensor:
+        """Return the state after the segment."""
+        ...
 
 
 def advance(op: str, direction: str, layout: str) -> Advance:
@@ -72,24 +81,28 @@ def exactly(op: str, device_type: str) -> AbstractContextManager[object]:
     return nullcontext() if op == "ssd" else ieee_math(device_type)
 
 
-def _decay(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return torch.addcmul(summary, transition.exp()[..., None, None], state)
+def _decay(transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.addcmul(summary, transition.exp()[..., None, None], state, out=out)
 
 
-def _left(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return transition @ state + summary
+def _left(transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.add(transition @ state, summary, out=out)
 
 
-def _left_transposed(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return transition.mT @ state + summary
+def _left_transposed(
+    transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None
+) -> Tensor:
+    return torch.add(transition.mT @ state, summary, out=out)
 
 
-def _right(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return state @ transition + summary
+def _right(transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None) -> Tensor:
+    return torch.add(state @ transition, summary, out=out)
 
 
-def _right_transposed(transition: Tensor, state: Tensor, summary: Tensor) -> Tensor:
-    return state @ transition.mT + summary
+def _right_transposed(
+    transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None
+) -> Tensor:
+    return torch.add(state @ transition.mT, summary, out=out)
 
 
 def _later_first(later: Tensor, earlier: Tensor) -> Tensor:
