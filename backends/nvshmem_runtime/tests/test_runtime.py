@@ -241,7 +241,7 @@ def _others_pes(ranks: Ranks) -> dict[str, int]:
 
 
 def test_what_another_library_started_is_shared_whatever_the_order_of_its_pes(run: Any) -> None:
-    for calls in run(_others_pes):
+    for calls in run(_others_pes, own=True):
         assert "hostlib_init_attr" not in calls
         assert "hostlib_finalize" not in calls
 
