@@ -132,6 +132,7 @@ class Run:
                 *(arguments or ()),
                 "--json",
                 str(document),
+                *(("--commit", self.commit) if self.commit else ()),
             ]
         if step.command:
             words = [python if word == "python" else word for word in step.command]
