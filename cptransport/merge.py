@@ -56,7 +56,7 @@ def fold_gathered(
         for fold in folds:
             first, *others = fold.sources
             state = _take(gathered, "state", first, batch)
-            entered = table[_rows(fold.target.row, batch)]
+            entered = _rows(table, fold.target.row, batch)
             if not others:
                 entered.copy_(state)
             for source in others:
@@ -87,15 +87,16 @@ def compose_gathered(
     with exactly(op, table.device.type):
         for fold in folds:
             earlier, later = (_take(gathered, "transition", s, batch) for s in fold.sources)
-            table[_rows(fold.target.row, batch)] = product(later, earlier)
+            _rows(table, fold.target.row, batch).copy_(product(later, earlier))
 
 
 def _take(gathered: Sequence[Gathered], part: str, source: Source, batch: int) -> Tensor:
-    return gathered[source.round].tensor(part, source.rank)[_rows(source.row, batch)]
+    return _rows(gathered[source.round].tensor(part, source.rank), source.row, batch)
 
 
-def _rows(row: int, batch: int) -> slice:
-    return slice(row * batch, (row + 1) * batch)
+def _rows(table: Tensor, row: int, batch: int) -> Tensor:
+    """Rows of a table that belong to a segment: mostly all, and a view of them costs as much as a launch."""
+    return table if table.shape[0] == batch else table[row * batch : (row + 1) * batch]
 
 
 def _kernel_serves(op: str, table: Tensor) -> bool:

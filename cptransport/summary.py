@@ -82,7 +82,8 @@ def exactly(op: str, device_type: str) -> AbstractContextManager[object]:
 
 
 def _decay(transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None) -> Tensor:
-    return torch.addcmul(summary, transition.exp()[..., None, None], state, out=out)
+    decay = transition.exp().unsqueeze(-1).unsqueeze(-1)
+    return torch.addcmul(summary, decay, state, out=out)
 
 
 def _left(transition: Tensor, state: Tensor, summary: Tensor, out: Tensor | None = None) -> Tensor:
