@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cptransport.addresses import address_table
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, group_store
 from cptransport.errors import BackendContractError
@@ -27,6 +28,7 @@ __all__ = [
     "PeerRegion",
     "TransportBase",
     "Variable",
+    "address_table",
     "byte_spans",
     "bytes_at",
     "group_store",

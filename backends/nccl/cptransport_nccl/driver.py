@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA driver calls on streams that torch does not have."""
+"""What a communication stream does beside NCCL's work."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-__all__ = ["fill", "write"]
+import torch
+from torch import Tensor
+
+from cptransport.backend import address_table
+
+__all__ = ["void", "write"]
 
 
 @lru_cache(maxsize=1)
@@ -15,9 +21,7 @@ def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, number = ctypes.c_void_p, ctypes.c_uint64
     driver.cuStreamWriteValue64_v2.argtypes = [pointer, number, number, ctypes.c_uint]
-    driver.cuMemsetD8Async.argtypes = [number, ctypes.c_ubyte, ctypes.c_size_t, pointer]
-    for call in (driver.cuStreamWriteValue64_v2, driver.cuMemsetD8Async):
-        call.restype = ctypes.c_int
+    driver.cuStreamWriteValue64_v2.restype = ctypes.c_int
     return driver
 
 
@@ -26,9 +30,19 @@ def write(stream: int, address: int, value: int) -> None:
     _check(_driver().cuStreamWriteValue64_v2(stream, address, value, 0), "cuStreamWriteValue64")
 
 
-def fill(stream: int, address: int, nbytes: int) -> None:
-    """Set all bits of device memory when the stream gets there, which is NaN in every float type."""
-    _check(_driver().cuMemsetD8Async(address, 0xFF, nbytes, stream), "cuMemsetD8Async")
+def void(stream: torch.cuda.Stream, ended: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+    """Make NaN of received memory if what should have filled it was ended; after that on the stream.
+
+    Args:
+        stream: that it was on.
+        ended: pinned int64 ``[1]``, not 0 once it was.
+        spans: (address, bytes) of the memory.
+    """
+    from cptransport_kernels.void import void as launch
+
+    addresses, sizes = zip(*spans, strict=True)
+    with torch.cuda.stream(stream):
+        launch(ended, address_table((*addresses, *sizes), stream.device))
 
 
 def _check(code: int, what: str) -> None:

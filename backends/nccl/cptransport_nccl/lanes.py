@@ -8,6 +8,7 @@ has failed; that ends NCCL's kernels, and the next verb raises.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor
 from cptransport.backend import ControlPlane, Generation, TransportBase
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 from cptransport.transport import Capabilities
-from cptransport_nccl.driver import fill
+from cptransport_nccl.driver import void
 from cptransport_nccl.library import Communicator, NcclError
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.order import Order
@@ -81,10 +82,15 @@ class LanesTransport(TransportBase):
         self._aborts: list[Thread] = []
         self._barriers = 0
         self._captured = False
+        #: What NCCL receives is void from now on: its kernels leave anything when they are ended.
+        self._ended = torch.zeros(1, dtype=torch.int64).pin_memory()
+        self._ended_view = ctypes.c_int64.from_address(self._ended.data_ptr())
         self._token = torch.zeros(2, dtype=torch.uint8, device=device)
         self._watchdog = Watchdog(
             timeout_s, self._failure, self._late, self._expire, self._compare_order
         )
+        # Loaded before anything waits on the device.
+        void(torch.cuda.current_stream(device), self._ended, [(self._token.data_ptr(), 1)])
         try:
             self._connect({ROUTES: None})
         except BaseException:
@@ -114,6 +120,7 @@ class LanesTransport(TransportBase):
 
     def _interrupt(self) -> None:
         """Abort all lanes and wait a little; their kernels have most likely ended then."""
+        self._ended_view.value = 1
         started = (lane.communicator.abort() for lane in tuple(self._lanes.values()))
         self._aborts += [thread for thread in started if thread is not None]
         if torch.cuda.is_current_stream_capturing():
@@ -162,7 +169,7 @@ class LanesTransport(TransportBase):
         current: Generation | None,
         peers: tuple[int, ...],
         post: Callable[[Communicator, int], None],
-        expected: Iterable[tuple[int, int]] = (),
+        expected: Sequence[tuple[int, int]] = (),
         watched: bool = True,
     ) -> torch.cuda.Event:
         """Run NCCL calls on a lane, after the current stream's work so far.
@@ -172,7 +179,7 @@ class LanesTransport(TransportBase):
             current: the generation that they belong to; None: none, as a barrier.
             peers: ranks that they wait for.
             post: makes the calls.
-            expected: (address, bytes) of what they receive into; NaN where nothing arrives.
+            expected: (address, bytes) of what they receive into; NaN if they are ended.
             watched: whether the watchdog ends it at the transport's limit.
         """
         stream = torch.cuda.current_stream(self.device)
@@ -182,10 +189,10 @@ class LanesTransport(TransportBase):
         slot = current.slot.name if current else None
         number = current.number if current else self._barriers
         with self._mapped(what, work_name(slot, number), peers), torch.cuda.device(self.device):
-            for address, nbytes in expected:
-                fill(communication.cuda_stream, address, nbytes)
             with comm.group(what):
                 post(comm, communication.cuda_stream)
+            if expected:
+                void(communication, self._ended, expected)
         event = torch.cuda.Event()
         event.record(communication)
         if torch.cuda.is_current_stream_capturing():

@@ -29,8 +29,8 @@ wait for the sends of g-2, and every group waits for the current stream, so rece
 overtake readers of g-2. Captures have buffers of their own.
 
 Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
-the next verb raises. What was never received is then NaN: before each group the communication stream
-sets all bits of what the group receives into.
+the next verb raises. A kernel that is ended leaves anything where it was to receive; a small launch
+after each group makes NaN of that then.
 """
 
 from __future__ import annotations

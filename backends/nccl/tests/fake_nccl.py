@@ -225,6 +225,7 @@ class Communicator:
                     key = (peer, self._rank, number)
                     world.changed.wait_for(lambda key=key: key in world.mail or not self.alive)
                     if not self.alive:
+                        ctypes.memset(address, 0x5A, nbytes)  # NCCL goes on with what it has
                         return
                     source, size = world.mail.pop(key)
                     world.changed.notify_all()
@@ -276,6 +277,8 @@ class _Torch:
 class _PinnedTorch(_Torch):
     def zeros(self, *args: Any, **kwargs: Any) -> Any:
         made = torch.zeros(*args, **kwargs)
+        if "device" in kwargs:
+            return made
         _kept.append(made)  # a late write must not hit what took its place
         return type("Pinned", (), {"pin_memory": lambda _: made})()
 
@@ -287,11 +290,6 @@ class _Driver:
         _queues[stream].put(lambda: setattr(cell, "value", value))
         return 0
 
-    @staticmethod
-    def cuMemsetD8Async(address: int, value: int, nbytes: int, stream: int) -> int:
-        _queues[stream].put(lambda: ctypes.memset(address, value, nbytes))
-        return 0
-
 
 _kept: list[Any] = []
 
@@ -300,14 +298,23 @@ def still_used(memory: Any, stream: Stream) -> None:
     stream.submit(lambda kept=memory: None)
 
 
+def void(stream: Any, ended: Any, spans: Any) -> None:
+    def look() -> None:
+        if ended.item():
+            for address, nbytes in spans:
+                ctypes.memset(address, 0xFF, nbytes)
+
+    stream.submit(look)
+
+
 def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **options: Any) -> Any:
     """Make the transport, or a kind of it, on this thread."""
     module: Any = cptransport_nccl.transport
     lanes: Any = cptransport_nccl.lanes
     watchdog: Any = cptransport_nccl.watchdog
-    module.torch, lanes.torch, watchdog.torch = _Torch(), _Torch(), _PinnedTorch()
+    module.torch, lanes.torch, watchdog.torch = _Torch(), _PinnedTorch(), _PinnedTorch()
     driver: Any = cptransport_nccl.driver
-    lanes.Communicator, driver._driver = Communicator, _Driver
+    lanes.Communicator, lanes.void, driver._driver = Communicator, void, _Driver
     module.still_used = lanes.still_used = still_used
     world = current_world()
     assert world is not None
