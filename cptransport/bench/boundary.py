@@ -10,6 +10,7 @@ every backend, on its ranks, the baseline: one all-gather of ``torch.distributed
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import asdict
 from typing import Any
 
@@ -114,6 +115,12 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
             except CaseError as error:  # its row says so; another repeat would wait as long again
                 ended.add(backend)
                 found = _ended(error, world_size, len(chosen))
+            except KeyboardInterrupt:
+                if not number:
+                    raise
+                progress("interrupted; what came before it is kept", number / len(turns))
+                _interrupted(outcomes, {backend for _, backend in turns[:number]})
+                break
             for rank, of_rank in enumerate(found):
                 for outcome, later in zip(outcomes[backend][rank], of_rank, strict=True):
                     outcome.add(later)
@@ -169,6 +176,13 @@ def _ended(error: CaseError, world_size: int, variants: int) -> list[list[Outcom
     """Return outcomes that say what ended the ranks."""
     texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
     return [[Outcome(error=text) for _ in range(variants)] for text in texts]
+
+
+def _interrupted(outcomes: dict[str, list[list[Outcome]]], measured: set[str]) -> None:
+    """Let the rows of backends whose turn never came say so."""
+    for backend in outcomes.keys() - measured:
+        for outcome in itertools.chain(*outcomes[backend]):
+            outcome.skipped = "interrupted before it was measured"
 
 
 def _last_line(text: str | None) -> str | None:

@@ -65,6 +65,7 @@ def measure_layers(
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     setup = Setup(args.world_size, args.dtype, args.seed, args.timeout_s)
     rows = []
+    interrupted = ""
     for number, layer in enumerate(layers):
 
         def step(
@@ -73,7 +74,14 @@ def measure_layers(
             where = f"{layer.case} {number + 1} of {len(layers)}"
             progress(f"{where}: {text}", (number + done) / len(layers))
 
-        rows += _measure(Stage(layer, setup, device), args, step)
+        try:
+            rows += _measure(Stage(layer, setup, device), args, step)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            step("interrupted; what came before it is kept")
+            interrupted = f"; interrupted after {number} of {len(layers)} configurations"
+            break
         if device.type == "cuda":
             torch.cuda.empty_cache()
     bound = None
@@ -86,7 +94,7 @@ def measure_layers(
         world_size=1,
         gpus_used=int(device.type == "cuda"),
         interleaving="providers, modes and timers by iteration, on the host's clock each after an untimed "
-        "call of its own; configurations one after the other",
+        "call of its own; configurations one after the other" + interrupted,
         input_distribution=layers[0].distribution,
         verification=_VERIFICATION,
         bound=bound,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cptransport.bench import boundary, boundary_rank, layer_stage
+from cptransport.bench import boundary, boundary_rank, layer, layer_stage
 from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.kda_op import KDAShape, kda_layer
 from cptransport.bench.schema import SchemaError, problems
@@ -293,3 +293,33 @@ def test_the_command_fails_when_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_rank_has_no_boundary(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "boundary", "--world-size", "1", *SHORT]) != 0
     assert "needs at least 2 ranks" in capsys.readouterr().err
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a boundary the backends that had their turn, of ops the configurations."""
+    real, turns = boundary._repeat, iter([False, True])
+
+    def repeat(*args: Any) -> Any:
+        if next(turns):
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(boundary, "_repeat", repeat)
+    both = ["--backend", "threads", "--backend", "gloo", "--composition", "gather"]
+    made = bench("boundary", *both, "--world-size", "2", "--no-baseline", *SMALL)
+    assert {row["provider"] for row in by_status(made, "ok")} == {"threads"}
+    missing = [row for row in by_status(made, "skipped") if row["provider"] == "gloo"]
+    assert {row["reason"] for row in missing} == {"interrupted before it was measured"}
+
+    measure, layers = layer._measure, iter([False, True])
+
+    def one(*args: Any) -> Any:
+        if next(layers):
+            raise KeyboardInterrupt
+        return measure(*args)
+
+    monkeypatch.setattr(layer, "_measure", one)
+    shapes = ["--shape", "8x1", "--shape", "9x1", "--engine", "torch"]
+    made = bench("kda", *shapes, "--key-dim", "4", "--value-dim", "3", "--dtype", "float32")
+    assert {row["shape"]["T_local"] for row in made["rows"]} == {8}
+    assert "interrupted after 1 of 2 configurations" in made["method"]["interleaving"]

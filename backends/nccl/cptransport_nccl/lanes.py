@@ -40,7 +40,7 @@ CONNECT_S = 30.0
 #: How long peers are asked who failed, when NCCL says only that something did.
 _WORDS_S = 1.0
 #: How long an abort of lanes may hold up this rank.
-_ABORT_S = 2.0
+_ABORT_S = 1.0
 #: Transports that NCCL still works for; their memory stays.
 _kept: list[LanesTransport] = []
 
