@@ -142,7 +142,8 @@ class Run:
         command = [python, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
         command += ["--color=no", f"--junitxml={self.folder / slug(step.name)}.xml"]
         if step.workers > 1 and importlib.util.find_spec("xdist"):
-            command += ["-n", str(step.workers), "--maxschedchunk=1"]
+            # pytest-benchmark warns beside xdist, and warnings are errors.
+            command += ["-n", str(step.workers), "--maxschedchunk=1", "-p", "no:benchmark"]
         marks = "not slow" if self.rehearse else "(gpu or multigpu) and not slow"
         return [*command, "-m", marks, *step.arguments, *self.pytest]
 
