@@ -20,7 +20,7 @@ from cptransport.bench.cases import Case, Measured, Progress, positive
 from cptransport.bench.launch import (
     CaseError,
     Placement,
-    close_ranks,
+    last_words,
     on_ranks,
     placement,
     shared_gpu,
@@ -29,6 +29,7 @@ from cptransport.bench.launch import (
 from cptransport.bench.rows import Outcome, Subject, row
 from cptransport.composition import COMPOSITIONS, DIRECTIONS
 from cptransport.layouts import LAYOUTS
+from cptransport.testing.pool import close_pools
 
 __all__ = ["CASE"]
 
@@ -77,8 +78,8 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
     if world_size < 2:
         raise ValueError("bench boundary needs at least 2 ranks: one rank has no boundary")
     backends = list(dict.fromkeys(args.backend or _default_backends(args.device, ranks)))
-    # Ranks that share a GPU are started anew for every backend, so each does all its repeats at once.
-    at_once = ranks.shared and len(backends) > 1
+    # On GPUs making ready takes longer than a repeat: each backend does all its repeats at once.
+    at_once = ranks.gpus_used > 0
     settings = Settings(
         op=args.op,
         heads=args.heads,
@@ -107,14 +108,14 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
         for number, (repeat, backend) in enumerate(turns):
             if backend in ended:
                 continue
-            progress(
-                f"boundary on {backend}, repeat {repeat + 1} of {len(repeats)}", number / len(turns)
-            )
+            which = "all repeats" if at_once else f"repeat {repeat + 1} of {len(repeats)}"
+            progress(f"boundary on {backend}, {which}", number / len(turns))
             try:
                 found = _repeat(args, backend, ranks, settings)
             except CaseError as error:  # its row says so; another repeat would wait as long again
                 ended.add(backend)
-                found = _ended(error, world_size, len(chosen))
+                texts = last_words(error, world_size)
+                found = [[Outcome(error=text) for _ in chosen] for text in texts]
             except KeyboardInterrupt:
                 if not number:
                     raise
@@ -125,7 +126,7 @@ def _measure(args: argparse.Namespace, progress: Progress) -> Measured:
                 for outcome, later in zip(outcomes[backend][rank], of_rank, strict=True):
                     outcome.add(later)
             if at_once:
-                close_ranks()  # shares of the GPU must not add up to more than all of it
+                close_pools()  # the next backend has the GPUs to itself
     rows = [
         row(
             _subject(settings, variant, backend, world_size),
@@ -172,22 +173,11 @@ def _repeat(
     )
 
 
-def _ended(error: CaseError, world_size: int, variants: int) -> list[list[Outcome]]:
-    """Return outcomes that say what ended the ranks."""
-    texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
-    return [[Outcome(error=text) for _ in range(variants)] for text in texts]
-
-
 def _interrupted(outcomes: dict[str, list[list[Outcome]]], measured: set[str]) -> None:
     """Let the rows of backends whose turn never came say so."""
     for backend in outcomes.keys() - measured:
         for outcome in itertools.chain(*outcomes[backend]):
             outcome.skipped = "interrupted before it was measured"
-
-
-def _last_line(text: str | None) -> str | None:
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1] if lines else None
 
 
 def _subject(settings: Settings, variant: Variant, backend: str, world_size: int) -> Subject:

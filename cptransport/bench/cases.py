@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ __all__ = [
     "Progress",
     "add_arguments",
     "load_case",
+    "one_by_one",
     "positive",
     "run_case",
 ]
@@ -44,6 +45,8 @@ CASES = {
 
 #: Called with what is going on and how far it is, 0 to 1.
 Progress = Callable[[str, float], None]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,43 @@ def load_case(name: str) -> Case:
     case = getattr(import_module(module), attribute)
     assert isinstance(case, Case)
     return case
+
+
+def one_by_one(
+    what: str,
+    configurations: Sequence[T],
+    measure: Callable[[T, Progress], list[dict[str, Any]]],
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], str]:
+    """Measure configurations one after the other; an interrupt keeps those before it.
+
+    Args:
+        what: names them to ``progress``.
+        configurations: at least one.
+        measure: returns the rows of one.
+        progress: told how far all of them are.
+
+    Returns:
+        All rows, and what to add to ``Measured.interleaving`` after an interrupt.
+
+    Raises:
+        KeyboardInterrupt: nothing was measured before it.
+    """
+    rows: list[dict[str, Any]] = []
+    count = len(configurations)
+    for number, one in enumerate(configurations):
+
+        def step(text: str, done: float, number: int = number) -> None:
+            progress(f"{what} {number + 1} of {count}: {text}", (number + done) / count)
+
+        try:
+            rows += measure(one, step)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            step("interrupted; what came before it is kept", 0.0)
+            return rows, f"; interrupted after {number} of {count} configurations"
+    return rows, ""
 
 
 def positive(text: str) -> int:

@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ __all__ = [
     "Placement",
     "advised_environment",
     "close_ranks",
+    "last_words",
     "on_ranks",
     "placement",
     "shared_gpu",
@@ -166,6 +168,13 @@ def advised_environment(backend: str, device: torch.device) -> dict[str, str]:
     lines = advice(device) if advice is not None else []
     found = (re.match(r"set ([A-Z][A-Z0-9_]*)=([^\s:;,]+)", line) for line in lines)
     return {line[1]: line[2] for line in found if line is not None}
+
+
+def last_words(error: CaseError, world_size: int) -> list[str | None]:
+    """Return the last line of every rank's failure, by rank; the whole story goes to stderr."""
+    print(error, file=sys.stderr, flush=True)
+    failures = [error.failures.get(rank, "").strip() for rank in range(world_size)]
+    return [text.splitlines()[-1].strip() if text else None for text in failures]
 
 
 def close_ranks() -> None:

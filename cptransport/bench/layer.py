@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cptransport.bench.cases import Measured, Progress
+from cptransport.bench.cases import Measured, Progress, one_by_one
 from cptransport.bench.layer_stage import LayerOp, Provider, Setup, Stage, check
 from cptransport.bench.memory import describe, peak_bytes
 from cptransport.bench.rows import Outcome, Subject, row
@@ -64,26 +64,14 @@ def measure_layers(
         raise ValueError("an interior rank needs at least 3 ranks")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")
     setup = Setup(args.world_size, args.dtype, args.seed, args.timeout_s)
-    rows = []
-    interrupted = ""
-    for number, layer in enumerate(layers):
 
-        def step(
-            text: str, done: float = 0.0, number: int = number, layer: LayerOp = layer
-        ) -> None:
-            where = f"{layer.case} {number + 1} of {len(layers)}"
-            progress(f"{where}: {text}", (number + done) / len(layers))
-
-        try:
-            rows += _measure(Stage(layer, setup, device), args, step)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-            step("interrupted; what came before it is kept")
-            interrupted = f"; interrupted after {number} of {len(layers)} configurations"
-            break
+    def one(layer: LayerOp, step: Progress) -> list[dict[str, Any]]:
+        found = _measure(Stage(layer, setup, device), args, step)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+        return found
+
+    rows, interrupted = one_by_one(layers[0].case, layers, one, progress)
     bound = None
     if args.bandwidth_gbytes_s:
         bound = (
@@ -102,13 +90,13 @@ def measure_layers(
     )
 
 
-def _measure(
-    stage: Stage, args: argparse.Namespace, step: Callable[..., None]
-) -> list[dict[str, Any]]:
+def _measure(stage: Stage, args: argparse.Namespace, step: Progress) -> list[dict[str, Any]]:
     """Check all providers of a configuration, measure them in turn, and return their rows."""
     providers: list[Provider] = []
     for engine in dict.fromkeys(args.engine or [None]):
-        step(f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})")
+        step(
+            f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})", 0.0
+        )
         providers += stage.own(engine, [False, True] if args.overlap else [False])
     # What peers with context parallelism must give: of the first engine that was right itself.
     sharded = next((one for one in providers if one.transport is not None), providers[0])
@@ -116,11 +104,11 @@ def _measure(
     for name in dict.fromkeys(args.baseline or []):
         if args.baseline_shape and shape not in args.baseline_shape:
             continue
-        step(f"preparing {name}")
+        step(f"preparing {name}", 0.0)
         providers += stage.peers(name, sharded, args.baseline_limit_s)
     entries: list[_Entry] = []
     for provider in providers:
-        step(f"checking {provider.name}")
+        step(f"checking {provider.name}", 0.0)
         entries += _entries(stage, provider)
     # Rows of one mode and timer together, so that iterations go round the providers.
     entries.sort(key=lambda entry: (entry.timer, entry.mode))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cptransport.bench.baselines import Place, load_peers
-from cptransport.bench.cases import Measured, Progress
+from cptransport.bench.cases import Measured, Progress, one_by_one
 from cptransport.bench.kda_op import KDAShape, kda_layer
 from cptransport.bench.launch import placement
 from cptransport.bench.layer_stage import PEERS, SHARDED, Setup, Stage, Tensors, asking, check
@@ -52,12 +52,8 @@ def measure_on_ranks(
     if others := set(baselines) - {"fla"}:
         raise ValueError(f"{sorted(others)} have no context parallelism; drop --backend")
     setup = Setup(where.world_size, args.dtype, args.seed, args.timeout_s)
-    rows = []
-    for number, shape in enumerate(shapes):
 
-        def step(text: str, done: float, number: int = number) -> None:
-            progress(f"kda {number + 1} of {len(shapes)}: {text}", (number + done) / len(shapes))
-
+    def one(shape: KDAShape, step: Progress) -> list[dict[str, Any]]:
         named = f"{shape.tokens}x{shape.value_heads}"
         found = measure_backends(
             kda_rank,
@@ -76,15 +72,19 @@ def measure_on_ranks(
             repeats=args.repeats,
             cold=args.l2 == "cold",
         )
-        for backend, of_backend in found.items():
-            for key, outcomes in of_backend.items():
-                rows.append(_row(shape, setup, backend, key, outcomes))
+        return [
+            _row(shape, setup, backend, key, outcomes)
+            for backend, of_backend in found.items()
+            for key, outcomes in of_backend.items()
+        ]
+
+    rows, interrupted = one_by_one("kda", shapes, one, progress)
     return Measured(
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
         interleaving="providers, modes and timers of a backend by iteration, on the host's clock each after an "
-        "untimed call of its own; backends one after the other",
+        "untimed call of its own; backends one after the other" + interrupted,
         input_distribution=kda_layer(shapes[0]).distribution,
         verification="every rank's output and gradients against the own unsharded op: largest error over "
         "largest value; captured calls by their replay",

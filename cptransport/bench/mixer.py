@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cptransport import env
-from cptransport.bench.cases import Measured, Progress, positive
+from cptransport.bench.cases import Measured, Progress, one_by_one, positive
 from cptransport.bench.launch import placement
 from cptransport.bench.layer_options import shapes
 from cptransport.bench.layer_stage import SHARDED, Tensors, asking, check
@@ -125,12 +125,8 @@ def measure_mixer(args: argparse.Namespace, progress: Progress) -> Measured:
         MixerShape(tokens, args.batch, heads, *sizes, args.dtype, args.seed)
         for tokens, heads in shapes(args)
     ]
-    rows = []
-    for number, shape in enumerate(made):
 
-        def step(text: str, done: float, number: int = number) -> None:
-            progress(f"mixer {number + 1} of {len(made)}: {text}", (number + done) / len(made))
-
+    def one(shape: MixerShape, step: Progress) -> list[dict[str, Any]]:
         found = measure_backends(
             mixer_rank,
             args,
@@ -146,15 +142,19 @@ def measure_mixer(args: argparse.Namespace, progress: Progress) -> Measured:
             repeats=args.repeats,
             cold=args.l2 == "cold",
         )
-        for backend, of_backend in found.items():
-            for key, outcomes in of_backend.items():
-                rows.append(_row(shape, where.world_size, backend, key, outcomes))
+        return [
+            _row(shape, where.world_size, backend, key, outcomes)
+            for backend, of_backend in found.items()
+            for key, outcomes in of_backend.items()
+        ]
+
+    rows, interrupted = one_by_one("mixer", made, one, progress)
     return Measured(
         rows,
         world_size=where.world_size,
         gpus_used=where.gpus_used,
         interleaving="modes and timers of a backend by iteration, on the host's clock each after an untimed "
-        "call of its own; backends one after the other",
+        "call of its own; backends one after the other" + interrupted,
         input_distribution=_DISTRIBUTION,
         verification="every rank's y and gradient of zxbcdt against the own unsharded core: largest error "
         "over largest value; captured calls by their replay",

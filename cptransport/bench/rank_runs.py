@@ -18,7 +18,14 @@ import torch
 from torch import Tensor
 
 from cptransport.bench.cases import Progress
-from cptransport.bench.launch import CaseError, Placement, close_ranks, on_ranks, shared_gpu
+from cptransport.bench.launch import (
+    CaseError,
+    Placement,
+    close_ranks,
+    last_words,
+    on_ranks,
+    shared_gpu,
+)
 from cptransport.bench.memory import peak_bytes
 from cptransport.bench.rows import Outcome
 from cptransport.bench.timing import (
@@ -217,13 +224,7 @@ def measure_backends(
 
 
 def _ended(error: CaseError, backend: str, world_size: int) -> list[list[tuple[Key, Outcome]]]:
-    texts = [_last_line(error.failures.get(rank)) for rank in range(world_size)]
     return [
         [(Key(backend, mode, "perf_counter"), Outcome(error=text)) for mode in MODES]
-        for text in texts
+        for text in last_words(error, world_size)
     ]
-
-
-def _last_line(text: str | None) -> str | None:
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[-1] if lines else None

@@ -7,10 +7,11 @@ import argparse
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
-from cptransport.bench.cases import CASES, add_arguments, load_case, run_case
+from cptransport.bench.cases import CASES, Progress, add_arguments, load_case, run_case
 from cptransport.bench.launch import close_ranks, torchrun_world
 from cptransport.bench.schema import problems, write
 
@@ -36,7 +37,9 @@ def run(args: argparse.Namespace) -> int:
     """Measure, then print tables or JSON."""
     first = (torchrun_world() or (0, 1))[0] == 0
     try:
-        document = run_case(load_case(args.case), args, _progress if first else _quiet)
+        progress = _progress() if first else _quiet
+        document = run_case(load_case(args.case), args, progress)
+        progress("done", 1.0)
     finally:
         close_ranks()
     failed = any(row["status"] == "error" for row in document["rows"])
@@ -59,12 +62,20 @@ def run(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _progress(text: str, done: float) -> None:
-    if sys.stderr.isatty():
+def _progress() -> Progress:
+    """Return what shows progress on stderr: a bar, or where nobody looks a line per step, with its time."""
+    started = time.monotonic()
+
+    def bar(text: str, done: float) -> None:
         width = shutil.get_terminal_size().columns - 1
-        bar = f"[{'#' * round(20 * done):<20}] {text}"
-        sys.stderr.write(f"\r\x1b[K{bar[:width]}")
+        shown = f"[{'#' * round(20 * done):<20}] {text}"[:width]
+        sys.stderr.write(f"\r\x1b[K{shown}")
         sys.stderr.flush()
+
+    def line(text: str, done: float) -> None:
+        print(f"{time.monotonic() - started:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return bar if sys.stderr.isatty() else line
 
 
 def _quiet(text: str, done: float) -> None:

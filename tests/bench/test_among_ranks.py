@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cptransport.bench import layer_ranks
 from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.launch import placement
 from cptransport.bench.rank_runs import Candidate, run_candidates
@@ -85,6 +86,23 @@ def test_heads_that_do_not_divide_are_skipped_not_wrong() -> None:
         "3 heads do not divide by 2 ranks"
     }
     assert {r["provider"] for r in rows(made, status="ok")} == {"virtual"}
+
+
+def test_an_interrupt_keeps_the_configurations_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, ends = layer_ranks.measure_backends, iter([False, True, True])
+
+    def measure_backends(*args: Any, **settings: Any) -> Any:
+        if next(ends):
+            raise KeyboardInterrupt
+        return real(*args, **settings)
+
+    monkeypatch.setattr(layer_ranks, "measure_backends", measure_backends)
+    small = ["--shape", "16x1", "--shape", "24x1", "--key-dim", "4", "--value-dim", "4"]
+    made = bench("kda", *RANKS, *small, "--engine", "torch")
+    assert {row["shape"]["T_local"] for row in made["rows"]} == {16}
+    assert "interrupted after 1 of 2 configurations" in made["method"]["interleaving"]
+    with pytest.raises(KeyboardInterrupt):  # nothing came before it
+        bench("kda", *RANKS, *small, "--engine", "torch")
 
 
 def test_a_rank_whose_check_fails_goes_on() -> None:

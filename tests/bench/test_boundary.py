@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from cptransport.bench import boundary, boundary_rank, layer, layer_stage
 from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.kda_op import KDAShape, kda_layer
+from cptransport.bench.launch import Placement
 from cptransport.bench.schema import SchemaError, problems
 from cptransport.cli import main
 
@@ -114,11 +116,14 @@ def test_a_backend_that_cannot_serve_is_skipped_with_its_reason() -> None:
     assert all("nccl" in row["reason"] for row in made["rows"])
 
 
-def test_ranks_that_end_make_error_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_end_make_error_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(boundary, "boundary_rank", "cptransport.bench.boundary_rank:no_such_case")
     made = bench("boundary", "--backend", "gloo", "--world-size", "3", *SMALL)
     assert {row["status"] for row in made["rows"]} == {"error"}
     assert all("no_such_case" in row["reason"] for row in made["rows"])
+    assert "Traceback" in capsys.readouterr().err  # the log has the whole story
 
 
 def test_barrier_that_lets_a_rank_go_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,7 +279,10 @@ def test_the_command_measures_writes_and_reports(
     run = tmp_path / "run.json"
     arguments = ["--backend", "threads", "--world-size", "2", *SMALL, *SHORT]
     assert main(["bench", "boundary", *arguments, "--json", str(run)]) == 0
-    assert "### Published to merged" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "### Published to merged" in said.out
+    steps = re.findall(r"^ +\d+\.\d s  (.*)$", said.err, re.MULTILINE)  # no terminal: a line each
+    assert steps == [*(f"boundary on threads, repeat {i} of 2" for i in (1, 2)), "done"]
     assert main(["bench", "boundary", *arguments, "--json", "-"]) == 0
     assert problems(json.loads(capsys.readouterr().out)) == []
     assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
@@ -293,6 +301,23 @@ def test_the_command_fails_when_a_row_fails(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_rank_has_no_boundary(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "boundary", "--world-size", "1", *SHORT]) != 0
     assert "needs at least 2 ranks" in capsys.readouterr().err
+
+
+def test_on_gpus_a_backend_does_all_its_repeats_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boundary, "placement", lambda args: Placement(2, 1, 2))
+    real, turns = boundary._repeat, []
+
+    def repeat(args: Any, backend: str, ranks: Any, settings: Any) -> Any:
+        turns.append((backend, settings.repeats))
+        return real(args, backend, ranks, settings)
+
+    monkeypatch.setattr(boundary, "_repeat", repeat)
+    both = ["--backend", "threads", "--backend", "gloo", "--composition", "gather"]
+    made = bench("boundary", *both, "--no-baseline", *SMALL)
+    assert turns == [("threads", 2), ("gloo", 2)]
+    for row in by_status(made, "ok"):
+        assert (len(row["samples_us"]), len(row["repeat_medians_us"])) == (4, 2)
+    assert "one after the other" in made["method"]["interleaving"]
 
 
 def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
