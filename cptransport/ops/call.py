@@ -19,7 +19,7 @@ from torch import Tensor
 from cptransport.context import CPContext
 from cptransport.engines import Engine, LocalSegment, OpFacts, OutputGrads, Saved
 from cptransport.exchange import Course, Exchange, Summaries, Wire, course, start
-from cptransport.ops.once import once_differentiable
+from cptransport.ops.once import history_of, once_differentiable
 from cptransport.ops.scope import RunRecord, agree, op_step, reporting
 from cptransport.plan import Plan
 
@@ -295,32 +295,33 @@ def _scatter(
 
 
 class _BoundaryFunction(torch.autograd.Function):
-    """Autograd node of every op; outputs ``(output, final_states)``."""
+    """Autograd node of every op; outputs ``(output, final_states, history)``."""
 
     @staticmethod
     def forward(
         ctx: Any, call: OpCall, initial_state: Tensor | None, *tensors: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Run the forward and save what the backward needs."""
         with reporting(call.context.transport):
             result = run_forward(call, tensors, initial_state)
         ctx.call, ctx.meta = call, result.saved.meta
         ctx.output_like = (result.output.shape, result.output.dtype, result.output.device)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*result.saved.tensors)
-        return result.output, result.final_states
+        history = history_of(result.output)
+        ctx.save_for_backward(history, *result.saved.tensors)
+        return result.output, result.final_states, history
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None
+        ctx: Any, grad_output: Tensor | None, grad_final: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         """Run the backward; gradients that are None count as zeros."""
         call: OpCall = ctx.call
         if grad_output is None:
             shape, dtype, device = ctx.output_like
             grad_output = torch.zeros(shape, dtype=dtype, device=device)
-        saved = Saved(tuple(ctx.saved_tensors), ctx.meta)
+        saved = Saved(tuple(ctx.saved_tensors[1:]), ctx.meta)
         grads, d_initial = run_backward(call, saved, grad_output, grad_final)
         return (None, d_initial, *(grads.get(name) for name in call.names))
 
@@ -332,4 +333,5 @@ def apply(
 
     Tensors stand in the order of ``call.names``.
     """
-    return _BoundaryFunction.apply(call, initial_state, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    output, final, _ = _BoundaryFunction.apply(call, initial_state, *tensors)  # type: ignore[no-untyped-call]
+    return output, final

@@ -34,7 +34,7 @@ from cptransport.ops.inputs import (
     refuse_upstream,
     state_dtype,
 )
-from cptransport.ops.once import once_differentiable
+from cptransport.ops.once import history_of, once_differentiable
 from cptransport.ops.prepare import recall
 from cptransport.ops.scope import RunRecord, agree, op_step, record_run, reporting
 from cptransport.ops.traced import Like, register, trace
@@ -118,7 +118,8 @@ def causal_conv1d(
 
     with op_step(transport):
         call = agree(transport, "causal_conv1d", prepare)
-    return _Conv.apply(call, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+    y, final_state, _ = _Conv.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    return y, final_state
 
 
 class _Settings(NamedTuple):
@@ -273,7 +274,7 @@ class _Conv(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         initial_state: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         with reporting(call.context.transport):
             exchange = HaloExchange(call, "forward", call.dtype)
             y, final, border = call.computes.forward(
@@ -282,17 +283,17 @@ class _Conv(torch.autograd.Function):
         ctx.call = call
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.set_materialize_grads(False)
-        # The initial state only shows a second backward where it would have to go.
-        ctx.save_for_backward(x, border, weight, bias, initial_state)
-        return y, final
+        history = history_of(y)
+        ctx.save_for_backward(history, x, border, weight, bias)
+        return y, final, history
 
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None
+        ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
         call: ConvCall = ctx.call
-        x, border, weight, bias, _ = ctx.saved_tensors
+        _, x, border, weight, bias = ctx.saved_tensors
         transport = call.context.transport
         with op_step(transport):
             agree(

@@ -2,23 +2,34 @@
 """``once_differentiable``: a backward that refuses to be differentiated, always.
 
 torch's decorator of that name lets a gradient leave without a graph when no incoming gradient
-requires one, as under ``o.sum()``; second-order terms are then silently missing.
+requires one, as under ``o.sum()``; second-order terms are then silently missing. Here a gradient
+leaves with a path to every input, kept or not: through an output without elements that the forward
+saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from cptransport.errors import OpInputError
 
-__all__ = ["once_differentiable"]
+__all__ = ["history_of", "once_differentiable", "refuse"]
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def refuse(ctx: Any, *gradients: Tensor | None) -> NoReturn:
+    """Be the backward of a backward.
+
+    Raises:
+        OpInputError: always.
+    """
+    raise OpInputError("double backward through a sequence-sharded op is not supported")
 
 
 class _Refuse(torch.autograd.Function):
@@ -28,13 +39,20 @@ class _Refuse(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         return tuple(None if grad is None else grad.view_as(grad) for grad in grads)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        raise OpInputError("double backward through a sequence-sharded op is not supported")
+    backward = staticmethod(refuse)
+
+
+def history_of(output: Tensor) -> Tensor:
+    """Return what the ``forward`` of a decorated ``backward`` saves, and returns as its last output.
+
+    Args:
+        output: of the forward, of a dtype that has gradients.
+    """
+    return torch.empty(0, dtype=output.dtype, device=output.device)
 
 
 def once_differentiable(backward: _Backward) -> _Backward:
-    """Decorate the ``backward`` of an autograd function that saves all inputs it is not linear in.
+    """Decorate the ``backward`` of an autograd function; its ``forward`` saves ``history_of`` an output.
 
     Raises:
         OpInputError: in a backward through the gradients that it gave under ``create_graph``.
@@ -46,7 +64,7 @@ def once_differentiable(backward: _Backward) -> _Backward:
             return backward(ctx, *grads)
         with torch.no_grad():
             found = backward(ctx, *grads)
-        # What the gradients depend on makes a path to what the second backward asks for.
+        # A path to whatever the second backward asks for; without one it would not come here.
         origins = [x for x in (*ctx.saved_tensors, *grads) if x is not None and x.requires_grad]
         return _Refuse.apply(found, *origins)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -32,6 +32,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cptransport.context import CPContext, context_of
 from cptransport.errors import OpInputError
+from cptransport.ops.once import refuse
 
 __all__ = ["Like", "register", "trace"]
 
@@ -216,6 +217,7 @@ def _backward(
 
 
 _op.register_autograd(_backward, setup_context=_save)
+_op_backward.register_autograd(refuse)
 
 
 @contextmanager
