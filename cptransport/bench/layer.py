@@ -37,6 +37,8 @@ from cptransport.ops import last_run
 __all__ = ["measure_layers"]
 
 _MODES = ("fwd", "fwd_bwd")
+#: Samples of a profiler: sums of kernel times hardly vary, and it takes long to start.
+_PROFILES = 5
 _VERIFICATION = (
     "all ranks against the own unsharded op; the interior rank alone against its run among all, bytes "
     "against plan.volume; without CP against the torch engine in fp64; peers with CP against the "
@@ -81,8 +83,9 @@ def measure_layers(
         rows,
         world_size=1,
         gpus_used=int(device.type == "cuda"),
-        interleaving="providers, modes and timers by iteration, on the host's clock each after an untimed "
-        "call of its own; configurations one after the other" + interrupted,
+        interleaving="providers, modes and timers by iteration, the profiler first and by itself, on the host's "
+        "clock each after an untimed call of its own; configurations one after the other"
+        + interrupted,
         input_distribution=layers[0].distribution,
         verification=_VERIFICATION,
         bound=bound,
@@ -113,12 +116,14 @@ def _measure(stage: Stage, args: argparse.Namespace, step: Progress) -> list[dic
     # Rows of one mode and timer together, so that iterations go round the providers.
     entries.sort(key=lambda entry: (entry.timer, entry.mode))
     running = [entry.series for entry in entries if entry.series is not None]
-    budget = Budget(args.warmup, args.iterations, args.l2 == "cold")
+    profiled = [one for one in running if isinstance(one.timer, Profiler)]
+    timed = [one for one in running if not isinstance(one.timer, Profiler)]
+    cold = args.l2 == "cold"
+    step("kernel times", 0.0)
+    measure(profiled, Budget(1, min(args.iterations, _PROFILES), cold), device=stage.device)
     for repeat in range(args.repeats):
         step(f"repeat {repeat + 1} of {args.repeats}", repeat / args.repeats)
-        # Sums of kernel times hardly vary, and a profiler takes long to start: one repeat is enough.
-        now = [one for one in running if repeat == 0 or not isinstance(one.timer, Profiler)]
-        measure(now, budget, device=stage.device)
+        measure(timed, Budget(args.warmup, args.iterations, cold), device=stage.device)
     return [_row(entry, args.bandwidth_gbytes_s) for entry in entries]
 
 

@@ -92,8 +92,13 @@ def test_a_daemon_is_replaced_once_for_all_that_lost_it() -> None:
     assert shared.said == ["one", "one"]
 
 
-def test_a_bench_compiles_for_itself(tmp_path: Path) -> None:
-    """Peers are tuned while nothing else runs, and tunings are kept."""
+def test_a_bench_tunes_for_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It begins with the kernels of tests, but tunes while nothing else runs; tunings are kept."""
+    cache = tmp_path / "cache"
+    (cache / "key").mkdir(parents=True)
+    (cache / "key" / "kernel.cubin").write_text("compiled beside others")
+    (cache / "key" / "kernel.autotune.json").write_text("tuned beside others")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
     run = run_all.Run(run_all.parse(["--out", str(tmp_path)]), tmp_path)
     code = "import os; print(os.environ['TRITON_CACHE_DIR'], os.environ['TRITON_CACHE_AUTOTUNING'])"
     run.command = lambda step: [sys.executable, "-c", code]
@@ -104,6 +109,10 @@ def test_a_bench_compiles_for_itself(tmp_path: Path) -> None:
     (tests, kept), (bench_cache, kept_too) = said
     assert bench_cache == f"{tests}-bench"
     assert kept == kept_too == "1"
+    assert {path.name for path in Path(bench_cache).rglob("*.*")} == {"kernel.cubin"}
+    (Path(bench_cache) / "key" / "kernel.autotune.json").write_text("tuned by itself")
+    assert run.start(run_all.Step("bench", "C", bench=True), {}, "").ok
+    assert (Path(bench_cache) / "key" / "kernel.autotune.json").read_text() == "tuned by itself"
 
 
 def test_the_summary_tells_why() -> None:

@@ -158,8 +158,8 @@ class Run:
         if shutil.which(command[0]) is None:
             return self._add(Result(step.name, step.group, command, 0.0, f"no {command[0]} here"))
         environment = {**self.environment, **variables}
-        if step.bench:  # peers are tuned while nothing runs beside them
-            environment[CACHE] += "-bench"
+        if step.bench:
+            environment[CACHE] = bench_cache(Path(environment[CACHE]))
         with log.open("ab") as stream:
             process = subprocess.Popen(
                 command,
@@ -251,6 +251,23 @@ def environment(args: argparse.Namespace) -> dict[str, str]:
     elif not many_gpus(args):
         made["CUDA_VISIBLE_DEVICES"] = made.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     return made
+
+
+def bench_cache(tests: Path) -> str:
+    """Return the Triton cache of benches: at first what tests compiled, without what they tuned.
+
+    Peers are tuned while nothing runs beside them.
+    """
+    cache = tests.with_name(f"{tests.name}-bench")
+    if tests.exists() and not cache.exists():
+        made = Path(tempfile.mkdtemp(dir=tests.parent))
+        with contextlib.suppress(OSError):  # steps of another GPU's programme may be writing
+            tuned = shutil.ignore_patterns("*.autotune.json")
+            shutil.copytree(tests, made, ignore=tuned, dirs_exist_ok=True)
+        with contextlib.suppress(OSError):  # the other programme was first
+            made.rename(cache)
+        shutil.rmtree(made, ignore_errors=True)
+    return str(cache)
 
 
 def many_gpus(args: argparse.Namespace) -> bool:

@@ -101,8 +101,8 @@ def steps(out: Path, gpus: int) -> list[Step]:
         out: where documents go.
         gpus: how many there are; group ``D`` has that many ranks.
     """
-    made = [*_transports(out), *_kernels(out), *_times(out), *_many_gpus(out, gpus)]
-    return [*made, _one_process("other tests", _others(made), 60, 150)]
+    made = [*_transports(out), *_kernels(out), *_times(), *_many_gpus(out, gpus)]
+    return [*made, _one_process("other tests", _others(made), 20, 150)]
 
 
 def _found(folder: str, pattern: str) -> tuple[str, ...]:
@@ -144,7 +144,7 @@ def _contract(group: str, out: Path, backend: str, ranks: int) -> Step:
         f"contract {backend} {ranks}",
         group,
         (*where, "-k", f"not {DEATH}"),
-        estimate_s=50 + 25 * ranks,
+        estimate_s=(80 if backend in OVER_NCCL else 50) + 35 * ranks,
         limit_s=300,
         mps=_daemon(backend),
     )
@@ -152,17 +152,18 @@ def _contract(group: str, out: Path, backend: str, ranks: int) -> Step:
 
 def _deaths(group: str, backend: str, ranks: int) -> Step:
     where = (_suite(backend, ranks), "-k", DEATH)
-    return Step(f"deaths {backend} {ranks}", group, where, 60, 130, mps=OWN_DAEMON)
+    return Step(f"deaths {backend} {ranks}", group, where, 65, 130, mps=OWN_DAEMON)
 
 
 def _ops(group: str, backend: str, ranks: int) -> Step:
     where = ("tests/gpu/test_ops_gpu.py", "-k", f"{backend}-{ranks}-")
-    return Step(f"ops {backend} {ranks}", group, where, 120, 240, mps=_daemon(backend))
+    estimate_s = 115 if backend == CUDNN else 90 if group == "D" else 55
+    return Step(f"ops {backend} {ranks}", group, where, estimate_s, 240, mps=_daemon(backend))
 
 
 def _capture(group: str, backend: str, ranks: int) -> Step:
     where = ("tests/gpu/test_capture_gpu.py", "-k", f"{backend}-{ranks}-")
-    return Step(f"capture {backend} {ranks}", group, where, 50, 150, mps=_daemon(backend))
+    return Step(f"capture {backend} {ranks}", group, where, 45, 150, mps=_daemon(backend))
 
 
 def _endurance(group: str, backend: str, ranks: int) -> Step:
@@ -208,13 +209,13 @@ def _transports(out: Path) -> list[Step]:
         *(_contract("A", out, *pair) for pair in own),
         *(_capture("A", *pair) for pair in own),
         *(_ops("A", *pair) for pair in own),
-        _fla("A", "fla bits", "same_bits", 140, 280),
-        _file("compositions", "A", 100, 220, OWN_DAEMON),
+        _fla("A", "fla bits", "same_bits", 200, 280),
+        _file("compositions", "A", 120, 220, OWN_DAEMON),
         *(_deaths("A", *pair) for pair in own),
         # These start daemons themselves.
-        _file("strict", "A", 110, 240, NO_DAEMON),
-        _file("launch", "A", 140, 240, NO_DAEMON, rehearsal=None),
-        _file("faults", "A", 70, 150, OWN_DAEMON, rehearsal=None),
+        _file("strict", "A", 120, 240, NO_DAEMON),
+        _file("launch", "A", 130, 240, NO_DAEMON, rehearsal=None),
+        _file("faults", "A", 65, 150, OWN_DAEMON, rehearsal=None),
         *(_endurance("A", *pair) for pair in own),
         _fla("A", "fla published", "published", 230, 300),
         _contract("A", out, "gloo", 2),
@@ -237,7 +238,7 @@ def _kernels(out: Path) -> list[Step]:
                 "tests/gpu/sanitized.py",
                 op,
             ),
-            estimate_s=120,
+            estimate_s=40,
             limit_s=200,
             mps=NO_DAEMON,
             rehearsal=(op,),
@@ -247,7 +248,7 @@ def _kernels(out: Path) -> list[Step]:
     ]
     return [
         _compiling("kda", 130),
-        _compiling("ssd", 80),
+        _compiling("ssd", 100),
         _compiling("conv1d", 40),
         Step(
             "cudnn engine",
@@ -261,9 +262,9 @@ def _kernels(out: Path) -> list[Step]:
         *(_contract("B", out, *pair) for pair in pairs),
         *(_capture("B", *pair) for pair in pairs),
         *(_ops("B", *pair) for pair in pairs),
-        _file("long sequences", "B", 80, 200, SHARED_DAEMON),
+        _file("long sequences", "B", 85, 200, SHARED_DAEMON),
         _file("large", "B", 30, 150, OWN_DAEMON),
-        _file("cold start", "B", 80, 180, NO_DAEMON),
+        _file("cold start", "B", 75, 180, NO_DAEMON),
         *sanitizers,
         *(_deaths("B", *pair) for pair in pairs),
         *(_endurance("B", *pair) for pair in pairs),
@@ -280,26 +281,27 @@ def _kernels(out: Path) -> list[Step]:
 # ------------------------------------------------------------------------------------------------- C
 
 
-def _boundary(group: str, ranks: int, *more: str, limit_s: float) -> Step:
-    """All backends; the slowest part is to start their ranks."""
-    backends = (*ONE_SIDED, "nccl", CUDNN)
-    named = [word for backend in backends for word in ("--backend", backend)]
-    return Step(
-        f"bench boundary {ranks}",
-        group,
-        (
-            *("boundary", *named, "--world-size", str(ranks), "--heads", "8"),
-            *(*more, *PUBLISHED),
-        ),
-        estimate_s=26 * len(backends),
-        limit_s=limit_s,
-        bench=True,
-        alone=True,
-        rehearsal=(
-            *("boundary", "--backend", "gloo", "--backend", "threads", "--world-size", "2"),
-            *("--heads", "2", "--key-dim", "4", "--value-dim", "4", *BOTH_WAYS, *TINY),
-        ),
-    )
+def _boundary(group: str, ranks: int, *more: str) -> list[Step]:
+    """Return a step per backend: what one of them does loses nothing of the others."""
+    return [
+        Step(
+            f"bench boundary {ranks} {backend}",
+            group,
+            (
+                *("boundary", "--backend", backend, "--world-size", str(ranks), "--heads", "8"),
+                *(*more, *PUBLISHED, "--timeout-s", "80"),
+            ),
+            estimate_s=45,
+            limit_s=120,
+            bench=True,
+            alone=True,
+            rehearsal=(
+                *("boundary", "--backend", "gloo", "--world-size", "2", *BOTH_WAYS),
+                *("--heads", "2", "--key-dim", "4", "--value-dim", "4", *TINY),
+            ),
+        )
+        for backend in (*ONE_SIDED, "nccl", CUDNN)
+    ]
 
 
 GATES = ("-0.01", "-0.25", "-1", "-2.5")
@@ -355,7 +357,7 @@ def _mixer(group: str, ranks: int, shapes: Sequence[str], *, small: bool, backen
         group,
         (
             *(*MIXER, "--backend", backend, "--world-size", str(ranks), *words, *size),
-            *("--baseline", "all_to_all", *TEN),
+            *("--baseline", "all_to_all", *TEN, "--timeout-s", "90"),
         ),
         estimate_s=20 + 8 * len(shapes),
         limit_s=150,
@@ -365,11 +367,11 @@ def _mixer(group: str, ranks: int, shapes: Sequence[str], *, small: bool, backen
     )
 
 
-def _times(out: Path) -> list[Step]:
+def _times() -> list[Step]:
     both = ("triton", "cudnn")
     return [
         _kda("bench kda 2048x16", ["2048x16"], both, ["fla", "cudnn"]),
-        _boundary("C", 4, "--composition", "gather", limit_s=260),
+        *_boundary("C", 4, "--composition", "gather"),
         Step(
             "bench mamba2",
             "C",
@@ -378,7 +380,7 @@ def _times(out: Path) -> list[Step]:
                 *("--shape", "4096x64", "--shape", "1024x64", "--shape", "16384x64"),
                 *("--overlap", *SHORT),
             ),
-            estimate_s=90,
+            estimate_s=80,
             limit_s=220,
             bench=True,
             alone=True,
@@ -396,7 +398,7 @@ def _times(out: Path) -> list[Step]:
             for ranks in (2, 4)
             for heads in (64, 32)
         ),
-        _boundary("C", 2, "--composition", "gather", limit_s=260),
+        *_boundary("C", 2, "--composition", "gather"),
         _overlap("C", "cupy_ipc", 2, ["2048x16"]),
     ]
 
@@ -409,7 +411,7 @@ def _overlap(group: str, backend: str, ranks: int, shapes: Sequence[str]) -> Ste
         group,
         (
             *(*KDA, "--engine", "triton", "--backend", backend, "--world-size", str(ranks)),
-            *(*words, "--overlap", *SHORT),
+            *(*words, "--overlap", *SHORT, "--timeout-s", "90"),
         ),
         estimate_s=40,
         limit_s=120,
@@ -421,7 +423,7 @@ def _overlap(group: str, backend: str, ranks: int, shapes: Sequence[str]) -> Ste
 
 def _tiny_ranks() -> tuple[str, ...]:
     return (
-        *("kda", "--backend", "gloo", "--backend", "nccl", "--world-size", "2", "--key-dim", "8"),
+        *("kda", "--backend", "gloo", "--world-size", "2", "--key-dim", "8"),
         *("--shape", "40x2", "--shape", "24x1", "--composition", "gather"),
         *("--composition", "handoff", "--composition", "scan"),
         *("--value-dim", "8", "--engine", "torch", "--overlap", "--baseline", "fla", *TINY),
@@ -434,7 +436,6 @@ def _tiny_ranks() -> tuple[str, ...]:
 def _many_gpus(out: Path, gpus: int) -> list[Step]:
     ranks = max(2, gpus)
     one_each = ["--ranks-per-device", "1"]
-    named = [word for backend in BACKENDS for word in ("--backend", backend)]
     shapes = [(4096, 8), (8192, 16)] + ([(65536, 32)] if ranks > 2 else [])
     kda = [word for tokens, heads in shapes for word in ("--shape", f"{tokens // ranks}x{heads}")]
     compositions = ["gather"] if ranks == 2 else ["gather", "handoff", "scan"]
@@ -447,22 +448,27 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
         _warm("D"),
         *(_contract("D", out, backend, ranks) for backend in BACKENDS),
         *(_deaths("D", backend, ranks) for backend in BACKENDS),
-        _file("faults", "D", 60, 150, OWN_DAEMON, rehearsal=None),
+        _file("faults", "D", 115, 150, OWN_DAEMON, rehearsal=None),
         *(_ops("D", backend, ranks) for backend in BACKENDS),
-        _fla("D", "fla bits", f"bits and {ranks}-", 120, 280),
-        _boundary("D", ranks, *one_each, *BOTH_WAYS, *few, limit_s=290),
-        Step(
-            f"bench kda ranks {ranks}",
-            "D",
-            (
-                *(*KDA, "--engine", "triton", *named, "--world-size", str(ranks), *one_each),
-                *(*kda, *ways, "--overlap", "--baseline", "fla", *PUBLISHED),
-            ),
-            estimate_s=170,
-            limit_s=280,
-            bench=True,
-            alone=True,
-            rehearsal=_tiny_ranks(),
+        _fla("D", "fla bits", f"bits and {ranks}-", 160, 280),
+        *_boundary("D", ranks, *one_each, *BOTH_WAYS, *few),
+        *(
+            Step(
+                f"bench kda ranks {ranks} {backend}",
+                "D",
+                (
+                    *(*KDA, "--engine", "triton", "--backend", backend, "--world-size", str(ranks)),
+                    *(*one_each, *kda, *ways, "--overlap", "--baseline", "fla", *PUBLISHED),
+                    *("--timeout-s", "120"),
+                ),
+                # The first one tunes FLA's kernels for all of them.
+                estimate_s=150 if backend == BACKENDS[0] else 60,
+                limit_s=280,
+                bench=True,
+                alone=True,
+                rehearsal=_tiny_ranks(),
+            )
+            for backend in BACKENDS
         ),
         _mixer("D", ranks, full, small=False, backend="cupy_ipc"),
         _mixer("D", ranks, small, small=True, backend="cupy_ipc"),
