@@ -11,32 +11,20 @@ host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cptransport_kernels.launch import launch, on_gpu, processors
-from cptransport_kernels.ssd_chunk_backward import (
-    ssd_group_grads_kernel,
-    ssd_pair_grads_kernel,
-    ssd_parameter_grads_kernel,
-    ssd_read_grads_kernel,
-    ssd_write_grads_kernel,
-)
-from cptransport_kernels.ssd_configs import SSDConfig, ssd_splits
-from cptransport_kernels.ssd_output import ssd_output_kernel, ssd_scores_kernel
-from cptransport_kernels.ssd_states import (
-    ssd_chunk_states_kernel,
-    ssd_join_kernel,
-    ssd_summary_kernel,
-)
+from cptransport_kernels.launch import processors
+from cptransport_kernels.ssd_configs import ssd_splits
+from cptransport_kernels.ssd_kernels import ELEMENTS, GradientKernels, SSDKernels
 from cptransport_kernels.ssd_tables import SSDTables
 
 __all__ = [
     "PairGrads",
     "SSDGradients",
-    "SSDSteps",
     "SSDTensors",
     "Summaries",
     "chunk_states",
@@ -47,18 +35,6 @@ __all__ = [
     "scores",
     "summarise",
 ]
-
-#: Elements of a state that one program of the scan over pieces takes; of a sum of parts likewise.
-_ELEMENTS = 1024
-
-
-@dataclass(frozen=True)
-class SSDSteps:
-    """How a step is made of dt; meanings as in the op's options."""
-
-    softplus: bool
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -79,7 +55,7 @@ class SSDTensors:
     z: Tensor | None = None
     dt_bias: Tensor | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
         """Batch rows, T, H, G, P, N."""
         batch, tokens, heads, headdim = self.x.shape
@@ -121,18 +97,6 @@ def _rows(tensor: Tensor | None) -> tuple[Tensor | None, int, int]:
     return (None, 0, 0) if tensor is None else (tensor, tensor.stride(0), tensor.stride(1))
 
 
-def _blocks(x: SSDTensors, config: SSDConfig) -> dict[str, Any]:
-    *_, headdim, dstate = x.sizes
-    return {
-        "P": headdim,
-        "N": dstate,
-        "BT": config.chunk,
-        "BP": config.channels,
-        "BN": config.columns,
-        "PREC": config.precision if on_gpu(x.x) else "ieee",
-    }
-
-
 def _walked(x: SSDTensors, dy: Tensor | None) -> tuple[Any, ...]:
     """What a walk takes of tokens: x and B, or the gradient of the output, its gate and C."""
     if dy is None:
@@ -140,19 +104,14 @@ def _walked(x: SSDTensors, dy: Tensor | None) -> tuple[Any, ...]:
     return *_rows(dy), *_rows(x.z), *_rows(x.C)
 
 
-def _run(run: Any) -> dict[str, int]:
-    return {"num_warps": run.warps, "num_stages": run.stages}
-
-
-def _walks(x: SSDTensors, config: SSDConfig, tables: SSDTables) -> tuple[int, int]:
-    batch, _, heads, _, headdim, _ = x.sizes
-    return -(-headdim // config.channels) * tables.num_pieces * batch, heads
+def _walks(x: SSDTensors, kernels: SSDKernels, tables: SSDTables) -> tuple[int, int]:
+    batch, _, heads, _, _, _ = x.sizes
+    return kernels.blocks * tables.num_pieces * batch, heads
 
 
 def summarise(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     dy: Tensor | None,
     *,
@@ -180,15 +139,14 @@ def summarise(
         )
         before = torch.empty_like(decays)
     if tables.walked:
-        launch(
-            ssd_summary_kernel,
-            _walks(x, config, tables),
+        kernels.summary[tables.cut, reverse](
+            _walks(x, kernels, tables),
             *_walked(x, dy),
             *_rows(x.dt),
             x.A,
             x.dt_bias,
-            steps.low,
-            steps.high,
+            kernels.steps.low,
+            kernels.steps.high,
             states,
             decays,
             seed,
@@ -198,18 +156,10 @@ def summarise(
             batch,
             heads,
             groups,
-            CUT=tables.cut,
-            SOFTPLUS=steps.softplus,
-            REVERSE=reverse,
-            BF16=config.dtype == torch.bfloat16,
-            **_blocks(x, config),
-            **_run(config.summary),
         )
     if tables.cut:
-        elements = headdim * dstate
-        launch(
-            ssd_join_kernel,
-            (-(-elements // _ELEMENTS) * tables.num_segments * batch, heads),
+        kernels.join[reverse](
+            (-(-headdim * dstate // ELEMENTS) * tables.num_segments * batch, heads),
             states,
             decays,
             before,
@@ -220,24 +170,18 @@ def summarise(
             tables.segments,
             batch,
             heads,
-            E=elements,
-            BE=_ELEMENTS,
-            REVERSE=reverse,
-            num_warps=4,
-            num_stages=1,
         )
     return Summaries(states, before)
 
 
-def scores(x: SSDTensors, config: SSDConfig, tables: SSDTables) -> Tensor:
+def scores(x: SSDTensors, kernels: SSDKernels, tables: SSDTables) -> Tensor:
     """Return C_i . B_j of every pair of a chunk, ``[b, T, G, chunk]``; rows of no segment are not
     written."""
     batch, tokens, _, groups, _, _ = x.sizes
+    config = kernels.config
     shape = (batch, tokens, groups, config.chunk)
     result = torch.empty(shape, dtype=config.dtype, device=x.x.device)
-    blocks = _blocks(x, config)
-    launch(
-        ssd_scores_kernel,
+    kernels.scores(
         (tables.num_chunks, batch * groups),
         *_rows(x.B),
         *_rows(x.C),
@@ -245,16 +189,13 @@ def scores(x: SSDTensors, config: SSDConfig, tables: SSDTables) -> Tensor:
         tables.chunks,
         tokens,
         groups,
-        **{name: blocks[name] for name in ("N", "BT", "BN", "PREC")},
-        **_run(config.scores),
     )
     return result
 
 
 def _output(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     pairs: Tensor,
     states: tuple[Any, ...],
@@ -263,9 +204,8 @@ def _output(
     backward: tuple[Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
     batch, tokens, heads, groups, _, _ = x.sizes
-    launch(
-        ssd_output_kernel,
-        _walks(x, config, tables),
+    kernels.output[tables.cut](
+        _walks(x, kernels, tables),
         *_rows(x.x),
         *_rows(x.z),
         *_rows(x.B),
@@ -274,8 +214,8 @@ def _output(
         x.A,
         x.dt_bias,
         x.D,
-        steps.low,
-        steps.high,
+        kernels.steps.low,
+        kernels.steps.high,
         pairs,
         *states,
         y,
@@ -288,11 +228,6 @@ def _output(
         heads,
         groups,
         tables.num_chunks,
-        CUT=tables.cut,
-        SOFTPLUS=steps.softplus,
-        CHANNEL_D=x.D is not None and x.D.dim() == 2,
-        **_blocks(x, config),
-        **_run(config.output),
     )
 
 
@@ -304,34 +239,35 @@ def _like(tensor: Tensor, tables: SSDTables) -> Tensor:
 
 def outputs(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     summaries: Summaries,
     pairs: Tensor,
-    incoming: Tensor,
+    incoming: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, the states that leave the segments, and those that enter the pieces.
 
     Args:
         summaries: of the forward; its states are overwritten.
         pairs: from ``scores``.
-        incoming: float32 ``[num_segments * b, H, P, N]``, states that enter the segments.
+        incoming: float32 ``[num_segments * b, H, P, N]``, states that enter the segments; None: all
+            zero.
     """
     batch, _, heads, _, headdim, dstate = x.sizes
+    made: dict[str, Any] = {"dtype": torch.float32, "device": x.x.device}
     states = summaries.states
     if states is None:
-        states = incoming.new_empty(tables.num_rows * batch, heads, headdim, dstate)
-    y, outgoing = _like(x.x, tables), torch.empty_like(incoming)
+        states = torch.empty(tables.num_rows * batch, heads, headdim, dstate, **made)
+    y = _like(x.x, tables)
+    outgoing = torch.empty(tables.num_segments * batch, heads, headdim, dstate, **made)
     entering = (incoming, states, summaries.before)
-    _output(x, steps, config, tables, pairs, entering, y, outgoing, (None, None, None))
+    _output(x, kernels, tables, pairs, entering, y, outgoing, (None, None, None))
     return y, outgoing, states
 
 
 def gate_gradient(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     entering: Tensor,
     dy: Tensor,
@@ -341,18 +277,17 @@ def gate_gradient(
     batch, _, heads, _, headdim, dstate = x.sizes
     assert x.z is not None
     shape = (batch, tables.num_chunks, heads, headdim, dstate)
-    h = torch.empty(shape, dtype=config.dtype, device=dy.device)
-    dz, pairs = _like(x.z, tables), scores(x, config, tables)
+    h = torch.empty(shape, dtype=kernels.config.dtype, device=dy.device)
+    dz, pairs = _like(x.z, tables), scores(x, kernels, tables)
     gated = torch.empty(x.x.shape, dtype=x.x.dtype, device=dy.device)
     entered = (None, entering, None)
-    _output(x, steps, config, tables, pairs, entered, dz, None, (dy, gated, h))
+    _output(x, kernels, tables, pairs, entered, dz, None, (dy, gated, h))
     return h, dz, gated
 
 
 def chunk_states(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     entering: Tensor | None,
     *,
@@ -370,22 +305,21 @@ def chunk_states(
     batch, _, heads, groups, headdim, dstate = x.sizes
     chunks, device = tables.num_chunks, x.x.device
     reverse = dy is not None
-    h = torch.empty(batch, chunks, heads, headdim, dstate, dtype=config.dtype, device=device)
+    h_shape = (batch, chunks, heads, headdim, dstate)
+    h = torch.empty(h_shape, dtype=kernels.config.dtype, device=device)
     passing = leaving = None
     if reverse:
-        blocks = -(-headdim // config.channels)
-        passing = torch.empty(blocks, batch * chunks, heads, dtype=torch.float32, device=device)
-        shape = (tables.num_segments * batch, heads, headdim, dstate)
-        leaving = torch.empty(shape, dtype=torch.float32, device=device)
-    launch(
-        ssd_chunk_states_kernel,
-        _walks(x, config, tables),
+        made: dict[str, Any] = {"dtype": torch.float32, "device": device}
+        passing = torch.empty(kernels.blocks, batch * chunks, heads, **made)
+        leaving = torch.empty(tables.num_segments * batch, heads, headdim, dstate, **made)
+    kernels.states[tables.cut, reverse](
+        _walks(x, kernels, tables),
         *_walked(x, dy),
         *_rows(x.dt),
         x.A,
         x.dt_bias,
-        steps.low,
-        steps.high,
+        kernels.steps.low,
+        kernels.steps.high,
         incoming,
         entering,
         before,
@@ -398,11 +332,6 @@ def chunk_states(
         heads,
         groups,
         chunks,
-        CUT=tables.cut,
-        SOFTPLUS=steps.softplus,
-        REVERSE=reverse,
-        **_blocks(x, config),
-        **_run(config.states),
     )
     return h, passing, leaving
 
@@ -418,7 +347,7 @@ class PairGrads:
     sums: Tensor
 
 
-def _tokenwise(x: SSDTensors, steps: SSDSteps, dy: Tensor) -> tuple[Any, ...]:
+def _tokenwise(x: SSDTensors, kernels: SSDKernels, dy: Tensor) -> tuple[Any, ...]:
     return (
         *_rows(x.x),
         *_rows(dy),
@@ -428,70 +357,47 @@ def _tokenwise(x: SSDTensors, steps: SSDSteps, dy: Tensor) -> tuple[Any, ...]:
         x.A,
         x.dt_bias,
         x.D,
-        steps.low,
-        steps.high,
+        kernels.steps.low,
+        kernels.steps.high,
     )
 
 
 def _gradient_launch(
-    x: SSDTensors, steps: SSDSteps, config: SSDConfig, tables: SSDTables
-) -> tuple[int, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Splits of a group's heads, grid, sizes and constants of the kernels of chunks and groups."""
-    batch, tokens, heads, groups, headdim, _ = x.sizes
+    x: SSDTensors, kernels: SSDKernels, tables: SSDTables
+) -> tuple[int, GradientKernels, tuple[int, int], tuple[Any, ...]]:
+    """Splits of a group's heads; of those, the kernels of chunks and groups, their grid and sizes."""
+    batch, tokens, heads, groups, _, _ = x.sizes
     chunks, per_group = tables.num_chunks, heads // groups
     splits = ssd_splits(chunks, batch * groups, per_group, processors(x.x.device))
-    per_channel = x.D is not None and x.D.dim() == 2
-    constants = {
-        "SPLITS": splits,
-        "SUMS": 2 + (0 if x.D is None else headdim if per_channel else 1),
-        "SOFTPLUS": steps.softplus,
-        "CHANNEL_D": per_channel,
-        **_blocks(x, config),
-    }
     sizes = (tables.chunks, batch, tokens, heads, groups, chunks, -(-per_group // splits))
-    return splits, (chunks * splits, batch * groups), sizes, constants
+    return splits, kernels.gradients(splits), (chunks * splits, batch * groups), sizes
 
 
-def pair_gradients(
-    x: SSDTensors, steps: SSDSteps, config: SSDConfig, tables: SSDTables, dy: Tensor
-) -> PairGrads:
+def pair_gradients(x: SSDTensors, kernels: SSDKernels, tables: SSDTables, dy: Tensor) -> PairGrads:
     """Compute what needs no state, from the gradient of the output before the gate. Rows of no
     segment are not written."""
     batch, tokens, heads, groups, _, _ = x.sizes
-    device = x.x.device
-    splits, grid, sizes, constants = _gradient_launch(x, steps, config, tables)
-    dscores = torch.empty(
-        splits, batch, tokens, groups, config.chunk, dtype=config.dtype, device=device
-    )
+    device, config = x.x.device, kernels.config
+    splits, run, grid, sizes = _gradient_launch(x, kernels, tables)
+    shape = (splits, batch, tokens, groups, config.chunk)
+    dscores = torch.empty(shape, dtype=config.dtype, device=device)
     dd, da = torch.empty(2, batch, tokens, heads, dtype=torch.float32, device=device)
-    rows, num_sums = batch * tables.num_chunks, constants["SUMS"]
-    sums = torch.empty(rows, heads, num_sums, dtype=torch.float32, device=device)
-    launch(
-        ssd_pair_grads_kernel,
-        grid,
-        *_tokenwise(x, steps, dy),
-        dscores,
-        dd,
-        da,
-        sums,
-        *sizes,
-        **constants,
-        **_run(config.pair_grads),
-    )
+    rows = batch * tables.num_chunks
+    sums = torch.empty(rows, heads, kernels.sums, dtype=torch.float32, device=device)
+    run.pair_grads(grid, *_tokenwise(x, kernels, dy), dscores, dd, da, sums, *sizes)
     return PairGrads(dscores, dd, da, sums)
 
 
 def gradients(
     x: SSDTensors,
-    steps: SSDSteps,
-    config: SSDConfig,
+    kernels: SSDKernels,
     tables: SSDTables,
     reverse: SSDTables,
     summaries: Summaries,
     h: Tensor,
     pairs: PairGrads,
     dy: Tensor,
-    incoming: Tensor,
+    incoming: Tensor | None,
 ) -> SSDGradients:
     """Compute every gradient of the rank's inputs but the gate's.
 
@@ -502,14 +408,12 @@ def gradients(
         pairs: from ``pair_gradients``; overwritten.
         dy: gradient of the output; of x without a gate, since ``gate_gradient`` has it applied.
         incoming: float32 ``[num_segments * b, H, P, N]``, gradients of the states that leave the
-            segments.
+            segments; None: all zero.
     """
     batch, _, heads, _, _, _ = x.sizes
-    device, chunks = x.x.device, tables.num_chunks
     dh, passing, dincoming = chunk_states(
         x,
-        steps,
-        config,
+        kernels,
         reverse,
         summaries.states,
         dy=dy,
@@ -518,76 +422,33 @@ def gradients(
         forward=h,
     )
     assert dincoming is not None
-    splits, grid, sizes, constants = _gradient_launch(x, steps, config, tables)
-    num_sums = constants["SUMS"]
+    splits, run, grid, sizes = _gradient_launch(x, kernels, tables)
+    given, scored = _tokenwise(x, kernels, dy), pairs.dscores
     dx, ddt, dB, dC = (_like(tensor, tables) for tensor in (x.x, x.dt, x.B, x.C))
     dB_parts, dC_parts = dB, dC
     if splits > 1:
         # Parts of rows of no segment are summed too.
         make = torch.zeros if tables.gaps else torch.empty
-        dB_parts, dC_parts = make(2, splits, *x.B.shape, dtype=torch.float32, device=device)
-    launch(
-        ssd_write_grads_kernel,
-        grid,
-        *_tokenwise(x, steps, dy),
-        dh,
-        passing,
-        pairs.dscores,
-        dx,
-        dB_parts,
-        pairs.dd,
-        pairs.da,
-        *sizes,
-        **constants,
-        **_run(config.write_grads),
+        dB_parts, dC_parts = make(2, splits, *x.B.shape, dtype=torch.float32, device=dy.device)
+    run.write_grads(grid, *given, dh, passing, scored, dx, dB_parts, pairs.dd, pairs.da, *sizes)
+    run.read_grads(grid, *given, h, scored, pairs.dd, pairs.da, dC_parts, ddt, pairs.sums, *sizes)
+    dA, dD, ddt_bias = (
+        None if tensor is None else torch.empty_like(tensor) for tensor in (x.A, x.D, x.dt_bias)
     )
-    launch(
-        ssd_read_grads_kernel,
-        grid,
-        *_tokenwise(x, steps, dy),
-        h,
-        pairs.dscores,
-        pairs.dd,
-        pairs.da,
-        dC_parts,
-        ddt,
-        pairs.sums,
-        *sizes,
-        **constants,
-        **_run(config.read_grads),
-    )
-    dA = torch.empty_like(x.A, memory_format=torch.contiguous_format)
-    dD = None if x.D is None else torch.empty_like(x.D, memory_format=torch.contiguous_format)
-    ddt_bias = None
-    if x.dt_bias is not None:
-        ddt_bias = torch.empty_like(x.dt_bias, memory_format=torch.contiguous_format)
-    launch(
-        ssd_parameter_grads_kernel,
-        (heads,),
+    assert dA is not None
+    elements = dB.numel()
+    run.sum_grads(
+        (heads + (-(-elements // ELEMENTS) if splits > 1 else 0),),
         pairs.sums,
         dA,
         ddt_bias,
         dD,
-        batch * chunks,
+        batch * tables.num_chunks,
         heads,
-        SUMS=num_sums,
-        BR=64,
-        BS=max(4, 1 << (num_sums - 1).bit_length()),
-        num_warps=4,
-        num_stages=1,
+        dB_parts if splits > 1 else None,
+        dC_parts if splits > 1 else None,
+        dB,
+        dC,
+        elements,
     )
-    if splits > 1:
-        launch(
-            ssd_group_grads_kernel,
-            (-(-dB.numel() // _ELEMENTS),),
-            dB_parts,
-            dC_parts,
-            dB,
-            dC,
-            dB.numel(),
-            SPLITS=splits,
-            BE=_ELEMENTS,
-            num_warps=4,
-            num_stages=1,
-        )
     return SSDGradients(dx, ddt, dA, dB, dC, dD, ddt_bias, dincoming)

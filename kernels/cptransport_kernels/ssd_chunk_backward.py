@@ -449,20 +449,20 @@ def ssd_read_grads_kernel(
     tl.store(p_rows, b_dC.to(p_dC.dtype.element_ty), mask=m_row & m_n)
 
 
-@triton.jit(do_not_specialize=["R", "H"])
-def ssd_parameter_grads_kernel(
+@triton.jit
+def _sum_parameters(
     p_sums,
     p_dA,
     p_ddt_bias,
     p_dD,
+    i_h,
     R,
     H,
     SUMS: tl.constexpr,
     BR: tl.constexpr,
     BS: tl.constexpr,
 ):
-    """Sum over the chunks, R rows of [H, SUMS], in one order; one program per head."""
-    i_h = tl.program_id(0)
+    """Sum over the chunks, R rows of [H, SUMS], in one order, for one head."""
     o_r = tl.arange(0, BR)
     o_s = tl.arange(0, BS)
     b_sum = tl.zeros([BS], tl.float32)
@@ -482,11 +482,11 @@ def ssd_parameter_grads_kernel(
 
 
 @triton.jit
-def ssd_group_grads_kernel(
-    p_dB_parts, p_dC_parts, p_dB, p_dC, num_elements, SPLITS: tl.constexpr, BE: tl.constexpr
+def _sum_groups(
+    p_dB_parts, p_dC_parts, p_dB, p_dC, i, num_elements, SPLITS: tl.constexpr, BE: tl.constexpr
 ):
-    """Sum the parts of dB and dC, SPLITS of ``num_elements`` each."""
-    o = tl.program_id(0).to(tl.int64) * BE + tl.arange(0, BE)
+    """Sum the parts of dB and dC, SPLITS of ``num_elements`` each, for one block of them."""
+    o = i.to(tl.int64) * BE + tl.arange(0, BE)
     m = o < num_elements
     b_dB = tl.zeros([BE], tl.float32)
     b_dC = tl.zeros([BE], tl.float32)
@@ -497,3 +497,31 @@ def ssd_group_grads_kernel(
         p_dC_parts += num_elements
     tl.store(p_dB + o, b_dB.to(p_dB.dtype.element_ty), mask=m)
     tl.store(p_dC + o, b_dC.to(p_dC.dtype.element_ty), mask=m)
+
+
+@triton.jit(do_not_specialize=["R", "H"])
+def ssd_sum_grads_kernel(
+    p_sums,
+    p_dA,
+    p_ddt_bias,
+    p_dD,
+    R,
+    H,
+    p_dB_parts,
+    p_dC_parts,
+    p_dB,
+    p_dC,
+    num_elements,
+    SUMS: tl.constexpr,
+    BR: tl.constexpr,
+    BS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BE: tl.constexpr,
+):
+    """What is left to sum: gradients of parameters over chunks, one program per head, and, if groups
+    are split, dB and dC over their parts, one program per BE elements after those."""
+    i = tl.program_id(0)
+    if i < H:
+        _sum_parameters(p_sums, p_dA, p_ddt_bias, p_dD, i, R, H, SUMS, BR, BS)
+    elif SPLITS > 1:
+        _sum_groups(p_dB_parts, p_dC_parts, p_dB, p_dC, i - H, num_elements, SPLITS, BE)

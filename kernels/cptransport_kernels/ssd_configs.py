@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["SSDConfig", "ssd_config", "ssd_piece_tokens", "ssd_splits"]
+__all__ = ["Run", "SSDConfig", "ssd_config", "ssd_piece_tokens", "ssd_splits"]
 
 
 class Run(NamedTuple):

@@ -369,18 +369,18 @@ def entering_state(
     CUT: tl.constexpr,
 ):
     """Return the state that enters piece ``i_p``: what pieces before it left from a zero start, and
-    what remains of the state that enters its segment. Without ``p_incoming``, ``p_states`` has it."""
-    p_row = p_states
+    what remains of the state that enters its segment. Without ``p_incoming``, ``p_states`` has it, and
+    without either it is zero."""
     m_s = m_s & (row >= 0)
-    if CUT or p_incoming is None:
-        p_row = p_states + ((tl.maximum(row, 0) * B + i_b) * H + i_h) * E
-    if p_incoming is None:
+    b_s = tl.zeros(o_s.shape, tl.float32)
+    if p_incoming is not None:
+        p_row = p_incoming + ((segment * B + i_b) * H + i_h) * E
         b_s = tl.load(p_row + o_s, mask=m_s, other=0.0)
-    else:
-        b_s = tl.load(p_incoming + ((segment * B + i_b) * H + i_h) * E + o_s, mask=m_s, other=0.0)
         if CUT:
             b_s *= tl.exp2(tl.load(p_before + (i_p * B + i_b) * H + i_h))
-            b_s += tl.load(p_row + o_s, mask=m_s, other=0.0)
+    if p_states is not None and (CUT or p_incoming is None):
+        p_row = p_states + ((tl.maximum(row, 0) * B + i_b) * H + i_h) * E
+        b_s += tl.load(p_row + o_s, mask=m_s, other=0.0)
     return b_s
 
 
@@ -428,7 +428,7 @@ def ssd_chunk_states_kernel(
     piece from its true state.
 
     Args:
-        p_incoming, p_states, p_before: as ``entering_state``. Without the first, states are complete.
+        p_incoming, p_states, p_before: as ``entering_state``.
         p_other, p_passing: those of the other direction, and [blocks of P, B * NC, H] for their
             products with these; or None.
         p_leaving: [NS * B, H, P, N], where states go that leave segments; or None.

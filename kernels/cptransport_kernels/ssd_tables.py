@@ -52,6 +52,7 @@ class SSDTables:
         num_pieces, num_segments, num_chunks, num_rows: their numbers; rows of entering states.
         cut: whether any segment has more than one piece.
         walked: whether any piece's state update is asked for.
+        entered: whether any state that enters may be other than zero.
         gaps: whether local rows exist that belong to no segment.
     """
 
@@ -64,6 +65,7 @@ class SSDTables:
     num_rows: int
     cut: bool
     walked: bool
+    entered: bool
     gaps: bool
 
 
@@ -121,5 +123,6 @@ def build_ssd_tables(
         num_rows=rows,
         cut=cut,
         walked=any(piece[5] for piece in pieces),
+        entered=not all(segment.at_rest for segment in segments),
         gaps=sum(s.stop - s.start for s in segments) != num_tokens,
     )

@@ -109,7 +109,8 @@ class Rank:
                 x[name][:, poison] = math.nan
         if poison:
             self.dy[:, poison] = math.nan
-        self.segments = segments
+        # What is prepared for segments is found again by this list.
+        self.segments = list(segments)
         self.table = normal(len(segments), heads, headdim, dstate)
         self.out = {
             "state": torch.empty_like(self.table),

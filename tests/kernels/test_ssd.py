@@ -197,8 +197,7 @@ def test_every_kernel_runs_when_segments_are_cut_and_groups_split(
         "pair_grads": 1,
         "write_grads": 1,
         "read_grads": 1,
-        "parameter_grads": 1,
-        "group_grads": 1,
+        "sum_grads": 1,
     }
 
 

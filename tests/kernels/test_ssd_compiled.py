@@ -42,7 +42,7 @@ def test_all_kernels_compile_and_fit(tmp_path: Path) -> None:
         "ssd_pair_grads_kernel": 1,
         "ssd_write_grads_kernel": 1,
         "ssd_read_grads_kernel": 1,
-        "ssd_parameter_grads_kernel": 1,
+        "ssd_sum_grads_kernel": 1,
     }
     assert set(found["kernels"]) == set(found["launches"])
     assert max(found["kernels"].values()) <= SHARED

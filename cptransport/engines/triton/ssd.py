@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,12 +28,15 @@ from cptransport.engines import (
     OutputGrads,
     Saved,
     SSDInputs,
+    SSDOptions,
     StateTable,
 )
+from cptransport.same import Same
 from cptransport.transport import PartSpec
 from cptransport_kernels.launch import interpreted, processors
-from cptransport_kernels.ssd import SSDSteps, SSDTensors, Summaries
-from cptransport_kernels.ssd_configs import SSDConfig, ssd_config, ssd_piece_tokens
+from cptransport_kernels.ssd import SSDTensors, Summaries
+from cptransport_kernels.ssd_configs import ssd_config, ssd_piece_tokens
+from cptransport_kernels.ssd_kernels import SSDKernels, SSDSteps, ssd_kernels
 from cptransport_kernels.ssd_tables import SSDSegment, SSDTables, build_ssd_tables
 
 __all__ = ["TritonSSD"]
@@ -43,12 +47,11 @@ _PARAMETERS = ("A", "D", "dt_bias")
 _LARGEST = 256
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Plan:
     """What is fixed by shapes and segments."""
 
-    config: SSDConfig
-    steps: SSDSteps
+    kernels: SSDKernels
     segments: tuple[LocalSegment, ...]
     piece_tokens: int
     tokens: int
@@ -56,19 +59,55 @@ class _Plan:
 
     def tables(self, need: Sequence[Need], *, seeded: bool, reverse: bool) -> SSDTables:
         """Tables of one travel direction; ``seeded``: states that enter sequences are given."""
-        segments = tuple(
-            SSDSegment(
-                start=segment.start,
-                stop=segment.stop,
-                at_rest=(segment.last if reverse else segment.first) and not seeded,
-                state=wanted.state,
-                transition=wanted.transition,
-            )
-            for segment, wanted in zip(self.segments, need, strict=True)
+        return _tables(self, Same(need), seeded, reverse)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    x: tuple[int, ...],
+    dstate: int,
+    dtype: torch.dtype,
+    skip: tuple[int, ...] | None,
+    options: SSDOptions,
+    segments: Same,
+    device: torch.device,
+) -> _Plan:
+    """Return the plan of shapes of x and D, and of all else."""
+    batch, tokens, heads, headdim = x
+    config = ssd_config(dtype, headdim, dstate)
+    per_channel = skip is not None and len(skip) == 2
+    return _Plan(
+        kernels=ssd_kernels(
+            config,
+            SSDSteps(options.dt_softplus, options.dt_min, options.dt_max),
+            headdim,
+            dstate,
+            headdim if per_channel else int(skip is not None),
+            per_channel,
+        ),
+        segments=tuple(segments.it),
+        piece_tokens=ssd_piece_tokens(
+            tokens, len(segments.it), batch * heads, headdim, config, processors(device)
+        ),
+        tokens=tokens,
+        device=device,
+    )
+
+
+@lru_cache(maxsize=512)
+def _tables(plan: _Plan, need: Same, seeded: bool, reverse: bool) -> SSDTables:
+    segments = tuple(
+        SSDSegment(
+            start=segment.start,
+            stop=segment.stop,
+            at_rest=(segment.last if reverse else segment.first) and not seeded,
+            state=wanted.state,
+            transition=wanted.transition,
         )
-        return build_ssd_tables(
-            segments, self.tokens, self.config.chunk, self.piece_tokens, self.device, reverse
-        )
+        for segment, wanted in zip(plan.segments, need.it, strict=True)
+    )
+    chunk = plan.kernels.config.chunk
+    return build_ssd_tables(segments, plan.tokens, chunk, plan.piece_tokens, plan.device, reverse)
 
 
 @dataclass(frozen=True)
@@ -97,6 +136,8 @@ class _LocalGrad:
 
 def _dense(tensor: Tensor, chunk: int) -> Tensor:
     """Return the tensor if its last axes are dense and a chunk's offsets fit 32 bits, else a copy."""
+    if tensor.is_contiguous():
+        return tensor
     expected = 1
     for size, stride in zip(tensor.shape[:1:-1], tensor.stride()[:1:-1], strict=True):
         if size != 1 and stride != expected:
@@ -143,32 +184,28 @@ class TritonSSD:
         out: Mapping[str, Tensor],
     ) -> _Local:
         """Compute what segments add to the state."""
-        batch, tokens, heads, headdim = inputs.x.shape
-        options = inputs.options
-        config = ssd_config(inputs.x.dtype, headdim, inputs.B.shape[3])
-        given: dict[str, Any] = {}
-        for name in _TOKENS + _PARAMETERS:
-            tensor = getattr(inputs, name)
-            if tensor is not None:
-                tensor = tensor.detach()
-                dense = _dense(tensor, config.chunk) if name in _TOKENS else tensor.contiguous()
-                given[name] = dense
-        x = SSDTensors(**given)
-        plan = _Plan(
-            config=config,
-            steps=SSDSteps(options.dt_softplus, options.dt_min, options.dt_max),
-            segments=tuple(segments),
-            piece_tokens=ssd_piece_tokens(
-                tokens, len(segments), batch * heads, headdim, config, processors(x.x.device)
-            ),
-            tokens=tokens,
-            device=x.x.device,
+        plan = _plan(
+            inputs.x.shape,
+            inputs.B.shape[3],
+            inputs.x.dtype,
+            None if inputs.D is None else inputs.D.shape,
+            inputs.options,
+            Same(segments),
+            inputs.x.device,
         )
+        chunk = plan.kernels.config.chunk
+        given: dict[str, Any] = {}
+        for name in _TOKENS:
+            tensor = getattr(inputs, name)
+            given[name] = None if tensor is None else _dense(tensor, chunk)
+        for name in _PARAMETERS:
+            tensor = getattr(inputs, name)
+            given[name] = None if tensor is None else tensor.contiguous()
+        x = SSDTensors(**given)
         tables = plan.tables(need, seeded=inputs.seed is not None, reverse=False)
         summaries = kernels.summarise(
             x,
-            plan.steps,
-            config,
+            plan.kernels,
             tables,
             None,
             seed=inputs.seed,
@@ -180,12 +217,13 @@ class TritonSSD:
     def forward_finish(self, local: _Local, incoming: StateTable) -> Finished:
         """Compute scores, wait, then all outputs; keep the states that enter pieces."""
         plan, tables, x = local.plan, local.tables, local.tensors
-        pairs = kernels.scores(x, plan.config, tables)
-        output, outgoing, entering = kernels.outputs(
-            x, plan.steps, plan.config, tables, local.summaries, pairs, incoming()
+        pairs = kernels.scores(x, plan.kernels, tables)
+        entering = incoming() if tables.entered else None
+        output, outgoing, kept = kernels.outputs(
+            x, plan.kernels, tables, local.summaries, pairs, entering
         )
         tensors = [getattr(x, name) for name in _TOKENS + _PARAMETERS]
-        return Finished(output, outgoing, Saved((*tensors, entering), _Meta(plan, tables)))
+        return Finished(output, outgoing, Saved((*tensors, kept), _Meta(plan, tables)))
 
     def backward_local(
         self,
@@ -201,12 +239,11 @@ class TritonSSD:
         assert entering is not None
         given: dict[str, Any] = dict(zip(_TOKENS + _PARAMETERS, values, strict=True))
         x = SSDTensors(**given)
-        dy = _dense(grad_out.output, plan.config.chunk)
+        dy = _dense(grad_out.output, plan.kernels.config.chunk)
         tables = plan.tables(need, seeded=grad_out.seed is not None, reverse=True)
         summaries = kernels.summarise(
             x,
-            plan.steps,
-            plan.config,
+            plan.kernels,
             tables,
             dy,
             seed=grad_out.seed,
@@ -217,28 +254,17 @@ class TritonSSD:
 
     def backward_finish(self, local_grad: _LocalGrad, grad_outgoing: StateTable) -> Grads:
         """Compute the states of all chunks again and what pairs of tokens say, wait, then the rest."""
-        plan, x = local_grad.meta.plan, local_grad.tensors
-        tables = local_grad.meta.tables
-        given = (x, plan.steps, plan.config, tables)
+        meta, x, reverse = local_grad.meta, local_grad.tensors, local_grad.tables
+        given = meta.plan.kernels, meta.tables
         dy, dz = local_grad.dy, None
         if x.z is None:
-            h, _, _ = kernels.chunk_states(*given, local_grad.entering)
+            h, _, _ = kernels.chunk_states(x, *given, local_grad.entering)
         else:
-            h, dz, dy = kernels.gate_gradient(*given, local_grad.entering, dy)
+            h, dz, dy = kernels.gate_gradient(x, *given, local_grad.entering, dy)
             x = replace(x, z=None)
-        pairs = kernels.pair_gradients(x, plan.steps, plan.config, tables, dy)
-        grads = kernels.gradients(
-            x,
-            plan.steps,
-            plan.config,
-            tables,
-            local_grad.tables,
-            local_grad.summaries,
-            h,
-            pairs,
-            dy,
-            grad_outgoing(),
-        )
+        pairs = kernels.pair_gradients(x, *given, dy)
+        leaving = grad_outgoing() if reverse.entered else None
+        grads = kernels.gradients(x, *given, reverse, local_grad.summaries, h, pairs, dy, leaving)
         found = {**vars(grads), "dz": dz}
         inputs = {name: found["d" + name] for name in _TOKENS + _PARAMETERS}
         return Grads(inputs, grads.dincoming)
