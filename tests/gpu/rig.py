@@ -8,6 +8,7 @@ in a test is then found without a GPU.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -18,9 +19,9 @@ import torch
 from cptransport.bench.launch import advised_environment
 from cptransport.bench.machine import git_state, machine, software
 from cptransport.launch import banner, sharing_environment
-from cptransport.testing import Ranks, close_pools
+from cptransport.testing import CaseError, Ranks, close_pools
 from cptransport.testing.pool import RankPool
-from cptransport.transport import Capabilities
+from cptransport.transport import BoundaryTransport, Capabilities
 
 REHEARSE = "CPTRANSPORT_REHEARSE"
 RESULTS = "CPTRANSPORT_RESULTS"
@@ -79,6 +80,37 @@ def serving(backend: str, ranks: int, *, playing: str | None = None, **extra: st
     return _pools[key]
 
 
+def hold(pool: RankPool, wanted: bool) -> None:
+    """Have ranks keep a transport of their own open between cases, or close it.
+
+    NVSHMEM starts with a process's first transport and ends with its last one, seconds each where ranks
+    have a GPU each; as long as one is open, tests of other subjects do not wait for that.
+
+    Args:
+        pool: of the ranks; those that it starts anew keep none.
+        wanted: whether they shall.
+    """
+    if wanted != (_holding.get(pool) == pool.starts):
+        pool.run(_open if wanted else _close, timeout_s=WATCHDOG_S, transport=False)
+        _holding[pool] = pool.starts if wanted else -1
+
+
+#: Pool -> the start whose ranks keep a transport. On such a rank: the transport.
+_holding: dict[RankPool, int] = {}
+_open_here: list[BoundaryTransport] = []
+
+
+def _open(ranks: Ranks) -> None:
+    made = ranks.create()
+    ranks.forget(made)
+    _open_here.append(made)
+
+
+def _close(ranks: Ranks) -> None:
+    while _open_here:
+        _open_here.pop().close()
+
+
 def capabilities(backend: str, ranks: int) -> Capabilities:
     """Return what a live transport claims."""
     if backend not in _claimed:
@@ -117,5 +149,9 @@ def report(name: str, ranks: int, **figures: Any) -> None:
 def end_ranks() -> None:
     """End all ranks."""
     while _pools:
-        _pools.popitem()[1].close()
+        _, pool = _pools.popitem()
+        with contextlib.suppress(CaseError):
+            hold(pool, False)
+        _holding.pop(pool, None)
+        pool.close()
     close_pools()

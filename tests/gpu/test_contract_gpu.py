@@ -14,6 +14,11 @@ from cptransport.testing.pool import RankPool
 
 pytestmark = pytest.mark.gpu
 
+#: Their subject is how transports come and go, or which groups have some.
+COME_AND_GO = ("cptransport.testing.contract_lifetime", "cptransport.testing.contract_groups")
+#: Cycles of creating and closing over NVSHMEM, which take seconds each.
+CYCLES = 5
+
 
 class OnTheRig(TransportContract):
     """Ranks where the rig puts them."""
@@ -21,6 +26,8 @@ class OnTheRig(TransportContract):
     __test__ = False
     device = rig.DEVICE
     timeout_s = 8.0
+    #: Whether creating a transport starts a library that is better kept between tests.
+    starts_slowly = False
 
     def pool(self, world_size: int) -> RankPool:
         return rig.serving(self.backend, world_size)
@@ -28,6 +35,11 @@ class OnTheRig(TransportContract):
     def run(
         self, case: Callable[..., Any], world_size: int, *, watchdog_s: float = 0, **kwargs: Any
     ) -> list[Any]:
+        if self.starts_slowly:
+            keep = case.__module__ not in COME_AND_GO and "exits" not in kwargs
+            rig.hold(self.pool(world_size), keep)
+            if "cycles" in kwargs:
+                kwargs["cycles"] = min(kwargs["cycles"], CYCLES)
         limit = watchdog_s or rig.WATCHDOG_S
         return super().run(case, world_size, watchdog_s=limit, **kwargs)
 
@@ -38,6 +50,7 @@ def _suite(backend: str, ranks: int) -> type[OnTheRig]:
         "__doc__": f"``{backend}`` with {ranks} ranks.",
         "__module__": __name__,
         "backend": rig.named(backend),
+        "starts_slowly": backend.startswith("nvshmem"),
         "world_sizes": (ranks,),
         "ranks_per_device": rig.per_device(ranks),
     }
