@@ -48,8 +48,8 @@ def fold_gathered(
     """
     if not folds:
         return
-    if _kernel_serves(op, table):
-        _by_kernel("state", direction, layout, batch, folds, gathered, table)
+    if _kernel_serves(op, table, folds):
+        _by_kernel(op, "state", direction, layout, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
     with exactly(op, table.device.type):
@@ -80,8 +80,8 @@ def compose_gathered(
     """Compose the transitions of each fold's two sources; arguments as ``fold_gathered``, the table of transitions."""
     if not folds:
         return
-    if _kernel_serves(op, table):
-        _by_kernel("transition", direction, layout, batch, folds, gathered, table)
+    if _kernel_serves(op, table, folds):
+        _by_kernel(op, "transition", direction, layout, batch, folds, gathered, table)
         return
     product = compose(op, direction, layout)
     with exactly(op, table.device.type):
@@ -99,14 +99,13 @@ def _rows(table: Tensor, row: int, batch: int) -> Tensor:
     return table if table.shape[0] == batch else table[row * batch : (row + 1) * batch]
 
 
-def _kernel_serves(op: str, table: Tensor) -> bool:
-    return (
-        op == "kda"
-        and table.is_cuda
-        and table.dtype == torch.float32
-        and {*table.shape[2:]} <= _KERNEL_DIMS
-        and _has_triton()
-    )
+def _kernel_serves(op: str, table: Tensor, folds: tuple[Fold, ...]) -> bool:
+    if not table.is_cuda or table.dtype != torch.float32 or not _has_triton():
+        return False
+    if op == "kda":
+        return {*table.shape[2:]} <= _KERNEL_DIMS
+    # SSD's transitions are numbers, whose products are sums; one state from one source is a copy.
+    return table.dim() == 4 and (len(folds) > 1 or len(folds[0].sources) > 1)
 
 
 @lru_cache
@@ -115,6 +114,7 @@ def _has_triton() -> bool:
 
 
 def _by_kernel(
+    op: str,
     what: str,
     direction: str,
     layout: str,
@@ -128,12 +128,16 @@ def _by_kernel(
     A product of transitions is a fold whose state is a transition.
     """
     from cptransport_kernels.fold import fold
+    from cptransport_kernels.ssd_fold import ssd_fold
 
     world_size = len(gathered[0]["state"])
     rounds, steps = _steps(Same(folds), world_size, table.device, what, direction)
     transitions = _addresses(gathered, rounds, "transition")
     states = transitions if what == "transition" else _addresses(gathered, rounds, "state")
     assert states is not None
+    if op == "ssd":
+        ssd_fold(steps, states, transitions, batch=batch, out=table)
+        return
     v_major = layout == "v_major"
     heads, a, b = table.shape[1:]
     fold(

@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 import_module("cptransport.engines.triton")
 import_module("cptransport_kernels.signals")
+import_module("cptransport_kernels.ssd_fold")
 import_module("cptransport_kernels.void")
 import_module("cptransport.ops.conv1d_triton")
 # Loaded at the first launch otherwise, when the variable is gone: then it does not load.

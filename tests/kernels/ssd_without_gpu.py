@@ -4,7 +4,7 @@
 A script, since Triton reads at import whether to interpret. It prints one JSON document::
 
     kernels     name -> bytes of shared memory, of all that was compiled
-    launches    name -> number, in a forward and backward of a rank inside a chain with a gate
+    launches    name -> number, in a fold, a forward and a backward of a rank inside a chain with a gate
     handles     per launch whether Triton itself would have launched the same compiled kernel
 """
 
@@ -19,6 +19,8 @@ from ssd_chain import Rank
 
 import cptransport.engines.triton.ssd as triton_ssd
 from cptransport.engines import LocalSegment, Need
+from cptransport_kernels.fold import FoldSteps
+from cptransport_kernels.ssd_fold import ssd_fold
 
 TOKENS = 1000
 
@@ -32,7 +34,11 @@ def main() -> None:
     rank = Rank(segments, TOKENS, dtype=torch.bfloat16, **sizes)
     need = Need(True, True)
 
+    steps = FoldSteps([[(0, 0, -1, -1), (1, 0, 0, -1)]], "cpu")
+    addresses = torch.zeros(2, dtype=torch.int64)
+
     def run() -> None:
+        ssd_fold(steps, addresses, addresses, batch=1, out=rank.table)
         rank.backward(rank.forward(need), need)
 
     run()

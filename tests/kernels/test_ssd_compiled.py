@@ -34,6 +34,7 @@ def test_all_kernels_compile_and_fit(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-4000:]
     found = json.loads(run.stdout)
     assert found["launches"] == {
+        "ssd_fold_kernel": 1,
         "ssd_summary_kernel": 2,
         "ssd_join_kernel": 2,
         "ssd_scores_kernel": 2,
