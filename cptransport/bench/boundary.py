@@ -38,8 +38,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend",
         action="append",
-        help="a backend's name; several times: all of them, interleaved (default: threads and gloo on "
-        "CPU; on CUDA nccl with a GPU per rank, gloo with fewer)",
+        help="a backend's name; several times: all of them, on the CPU interleaved (default: threads and "
+        "gloo on CPU; on CUDA nccl with a GPU per rank, gloo with fewer)",
     )
     parser.add_argument(
         "--world-size",

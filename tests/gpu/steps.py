@@ -34,6 +34,7 @@ OVER_NVSHMEM = ("nvshmem_signal", "nvshmem_barrier")
 DEATH = "death_ends"
 #: Measurement of the published boundary results.
 PUBLISHED = ("--warmup", "20", "--iterations", "60", "--repeats", "5")
+MEDIUM = ("--warmup", "5", "--iterations", "20", "--repeats", "3")
 SHORT = ("--warmup", "2", "--iterations", "8", "--repeats", "3")
 BOTH_WAYS = ("--direction", "forward", "--direction", "backward")
 #: Appended to benches in a rehearsal: the last value of an option counts.
@@ -340,7 +341,7 @@ def _kda(name: str, shapes: Sequence[str], engines: Sequence[str], peers: Sequen
         name,
         "C",
         (*KDA, *words, *SHORT),
-        estimate_s=20 * len(shapes) * len(GATES) + 75 * bool(peers),
+        estimate_s=15 * len(shapes) * len(GATES) + 60 * bool(peers),
         limit_s=280,
         bench=True,
         alone=True,
@@ -458,12 +459,12 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
                 "D",
                 (
                     *(*KDA, "--engine", "triton", "--backend", backend, "--world-size", str(ranks)),
-                    *(*one_each, *kda, *ways, "--overlap", "--baseline", "fla", *PUBLISHED),
-                    *("--timeout-s", "120"),
+                    *(*one_each, *kda, *ways, "--overlap", "--baseline", "fla", *MEDIUM),
+                    *("--timeout-s", "150"),
                 ),
                 # The first one tunes FLA's kernels for all of them.
-                estimate_s=150 if backend == BACKENDS[0] else 60,
-                limit_s=280,
+                estimate_s=150 if backend == BACKENDS[0] else 45,
+                limit_s=280 if backend == BACKENDS[0] else 150,
                 bench=True,
                 alone=True,
                 rehearsal=_tiny_ranks(),
