@@ -9,6 +9,7 @@ has failed; that ends NCCL's kernels, and the next verb raises.
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from cptransport.backend import ControlPlane, Generation, TransportBase
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 from cptransport.transport import Capabilities
 from cptransport_nccl.driver import void
-from cptransport_nccl.library import Communicator, NcclError
+from cptransport_nccl.library import Communicator, NcclError, join_within
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.order import Order
 from cptransport_nccl.pulse import Pulse
@@ -39,10 +40,8 @@ ROUTES, BARRIERS = "routes", "barriers"
 CONNECT_S = 30.0
 #: How long peers are asked who failed, when NCCL says only that something did.
 _WORDS_S = 1.0
-#: How long an abort of lanes may hold up this rank.
+#: How long ``close`` waits for what was aborted.
 _ABORT_S = 1.0
-#: Transports that NCCL still works for; their memory stays.
-_kept: list[LanesTransport] = []
 
 
 @dataclass(frozen=True)
@@ -119,15 +118,14 @@ class LanesTransport(TransportBase):
         return any(thread.is_alive() for thread in self._aborts)
 
     def _interrupt(self) -> None:
-        """Abort all lanes and wait a little; their kernels have most likely ended then."""
+        """Begin to abort all lanes, which ends their kernels. The error is not held up until that is done.
+
+        After it no verb comes to a lane; what was handed out is read behind events of the lanes'
+        streams; and what NCCL may still write to lives as long as that takes.
+        """
         self._ended_view.value = 1
-        started = (lane.communicator.abort() for lane in tuple(self._lanes.values()))
+        started = (lane.communicator.abort(self) for lane in tuple(self._lanes.values()))
         self._aborts += [thread for thread in started if thread is not None]
-        if torch.cuda.is_current_stream_capturing():
-            return  # NCCL waits for the graph, and the graph for this thread
-        deadline = time.monotonic() + _ABORT_S
-        for thread in self._aborts:
-            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _drain(self) -> None:
         """Let issued work end, then compare its order with the peers' once more."""
@@ -156,8 +154,9 @@ class LanesTransport(TransportBase):
             self._interrupt()
             for thread in filter(None, ending):
                 thread.join()
-            if self.aborting:
-                _kept.append(self)
+            if not torch.cuda.is_current_stream_capturing():
+                # Else NCCL waits for the graph, and the graph for this thread.
+                join_within(self._aborts, _ABORT_S)
             self._lanes.clear()
 
     def _others(self) -> Iterable[int]:
@@ -313,21 +312,25 @@ class LanesTransport(TransportBase):
         except NcclError as error:
             raise self._lost(f"rank {self.rank}: {what}: {error}", work, peers) from error
 
-    def _lost(self, problem: str, work: str, peers: Sequence[int]) -> BaseException:
+    def _lost(
+        self, problem: str, work: str, peers: Sequence[int], deadline: float = math.inf
+    ) -> BaseException:
         """Find out who failed when NCCL says that something did; on the caller's or the watchdog's thread.
 
         NCCL names nobody, and notices a closed connection before the peers have said anything. They
-        get a moment for it: what one of them raised is the cause, else those did it who have not come
-        to this piece of work.
+        get a moment for it, as far as the work's deadline leaves one: what one of them raised is the
+        cause, else those did it who have not come to this piece of work.
         """
         if self._error is None:
             self._notes.waits(work)
-        end = time.monotonic() + min(_WORDS_S, self.timeout_s / 2)
-        while self._error is None and time.monotonic() < end:
+        end = min(time.monotonic() + min(_WORDS_S, self.timeout_s / 2), deadline)
+        while self._error is None:
             try:
                 self.control.check()
             except PeerFailedError as error:
                 return error
+            if time.monotonic() > end:
+                break
             time.sleep(0.05)
         if self._error is not None:
             return self._error
@@ -345,7 +348,8 @@ class LanesTransport(TransportBase):
         for lane in tuple(self._lanes.values()):
             problem = lane.communicator.failure()
             if problem is not None:
-                return self._lost(f"NCCL reports: {problem}", work.name, work.peers)
+                deadline = work.started + self.timeout_s
+                return self._lost(f"NCCL reports: {problem}", work.name, work.peers, deadline)
         return None
 
     def _late(self, work: Work) -> None:

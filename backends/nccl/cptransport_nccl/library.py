@@ -10,21 +10,28 @@ Source: the NCCL 2.18+ API reference, "Communicator creation and management" and
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
+from weakref import WeakSet
 
-__all__ = ["Communicator", "NcclError", "unique_id"]
+__all__ = ["Communicator", "NcclError", "join_within", "unique_id"]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _SUM = 1, 0
 _UNDEFINED = -(2**31)
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
 _ID_BYTES = 128
+
+#: How long the interpreter's exit may wait for what NCCL has begun to end.
+_EXIT_S = 1.0
+#: Threads that end communicators.
+_ending: WeakSet[threading.Thread] = WeakSet()
 
 
 class NcclError(RuntimeError):
@@ -194,15 +201,18 @@ class Communicator:
             return None
         return str(_library().ncclGetErrorString(found).decode())
 
-    def abort(self) -> threading.Thread | None:
+    def abort(self, held: object) -> threading.Thread | None:
         """Begin to end everything under way and free it, without the peers.
+
+        Args:
+            held: what NCCL may still write to; lives until it has ended.
 
         Returns:
             The thread that does; None: it was begun before. It can take for ever: freeing memory
             waits for all kernels of the device, so abort all communicators before you wait for one,
             and NCCL waits for all graphs that hold its work, such as the one being captured.
         """
-        return self._take_away(_library().ncclCommAbort)
+        return self._take_away(_library().ncclCommAbort, held)
 
     def finalize(self) -> None:
         """Begin to end it; collective, after all work on it has ended."""
@@ -219,15 +229,20 @@ class Communicator:
         if not self._handle:
             return None
         self._complete(self._begun, "ncclCommFinalize")
-        return self._take_away(_library().ncclCommDestroy)
+        return self._take_away(_library().ncclCommDestroy, None)
 
-    def _take_away(self, call: Callable[[Any], int]) -> threading.Thread | None:
+    def _take_away(self, call: Callable[[Any], int], held: object) -> threading.Thread | None:
         with self._using:
             handle, self._handle = self._handle, ctypes.c_void_p()
         if not handle:
             return None
-        thread = threading.Thread(target=call, args=(handle,), name="cpt-nccl-end", daemon=True)
+
+        def end(held: object) -> None:
+            call(handle)
+
+        thread = threading.Thread(target=end, args=(held,), name="cpt-nccl-end", daemon=True)
         thread.start()
+        _ending.add(thread)
         return thread
 
     def _complete(self, code: int, what: str) -> None:
@@ -259,3 +274,16 @@ class Communicator:
         if not self._handle:
             raise NcclError("the communicator was aborted")
         return True
+
+
+def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:
+    """Wait for threads, for so long in all."""
+    deadline = time.monotonic() + seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+@atexit.register
+def _leave() -> None:
+    """Let aborts end the kernels before the process does; under MPS one that runs on would take others with it."""
+    join_within(tuple(_ending), _EXIT_S)

@@ -36,8 +36,8 @@ from cptransport_nccl.notes import Notes
 
 _WAIT_S = 60.0
 
-#: How long a communicator takes to connect; tests set it.
-connecting_s = 0.0
+#: How long a communicator takes to connect, and to be freed when it was aborted; tests set them.
+connecting_s = aborting_s = 0.0
 
 
 class Event:
@@ -239,12 +239,19 @@ class Communicator:
     def failure(self) -> str | None:
         return "remote process exited" if self._world.lost else self._problem
 
-    def abort(self) -> None:
+    def abort(self, held: Any) -> threading.Thread | None:
+        if not self.alive:
+            return None
         with self._world.changed:
             self.alive = False
             for key in [key for key in self._world.mail if key[0] == self._rank]:
                 del self._world.mail[key]  # its memory goes
             self._world.changed.notify_all()
+        thread = threading.Thread(
+            target=lambda held: time.sleep(aborting_s), args=(held,), daemon=True
+        )
+        thread.start()
+        return thread
 
     def finalize(self) -> None:
         pass

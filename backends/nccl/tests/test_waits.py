@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import torch
 from cptransport.errors import PeerFailedError, TransportTimeoutError
 from cptransport.testing import RankPool, Ranks
 from cptransport.transport import PartSpec, Slot
+from cptransport_nccl import library
 
 _EVERYWHERE = frozenset((s, d) for s in range(3) for d in range(3) if s != d)
 _ROWS = frozenset({(2, 0, 1), (2, 0, 2), (2, 1), (0, 1), (1, 0), (0, 2), (1, 2)})
@@ -112,6 +116,97 @@ def test_who_vanished_is_named(run: Any) -> None:
 def test_words_of_who_failed_come_before_those_of_nccl(run: Any) -> None:
     for said in run(_one_vanishes, words=True)[::2]:
         assert "ValueError: words of rank 1" in said
+
+
+def _vanishes_late(ranks: Ranks) -> tuple[str, float]:
+    """Rank 1 ends without a word shortly before the others' limit."""
+    transport: Any = ranks.create(timeout_s=2.0)
+    slot, _ = _SLOTS["all-gather"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 1:
+        time.sleep(1.6)
+        for lane in transport._lanes.values():
+            lane.communicator.vanish()
+        for rank in (0, 2):
+            ranks.ask(f"raised/{rank}")
+        return "", 0.0
+    start = time.monotonic()
+    with pytest.raises(PeerFailedError) as caught:
+        _generations(transport, slot)
+    waited = time.monotonic() - start
+    ranks.tell(f"raised/{ranks.rank}", "")
+    return str(caught.value), waited
+
+
+def test_words_are_not_waited_for_beyond_the_limit(run: Any) -> None:
+    for said, waited in run(_vanishes_late)[::2]:
+        assert "no word from rank 1" in said
+        assert 1.5 < waited < 2.5
+
+
+def _slow_abort(ranks: Ranks) -> tuple[float, float, bool]:
+    """Rank 2 does not come, and NCCL frees nothing for a while after it was aborted."""
+    transport: Any = ranks.create(timeout_s=1.0)
+    slot, _ = _SLOTS["rows"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 2:
+        for rank in (0, 1):
+            ranks.ask(f"raised/{rank}")
+        return 0.0, 0.0, False
+    start = time.monotonic()
+    with pytest.raises((TransportTimeoutError, PeerFailedError)):
+        _generations(transport, slot)
+    raised = time.monotonic() - start
+    ranks.tell(f"raised/{ranks.rank}", "")
+    start = time.monotonic()
+    transport.close()
+    closed = time.monotonic() - start
+    return raised, closed, transport.aborting and bool(transport._memory)
+
+
+def test_an_abort_that_takes_long_holds_up_no_error(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fake_nccl  # on the path for the fixture's lifetime
+
+    monkeypatch.setattr(fake_nccl, "aborting_s", 2.5)
+    for raised, closed, kept in run(_slow_abort)[:2]:
+        assert raised < 1.0 + 0.8
+        assert 0.9 < closed < 1.0 + 0.8
+        assert kept
+
+
+def test_an_abort_holds_what_it_was_given_and_is_waited_for_at_exit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    class Nccl:
+        @staticmethod
+        def ncclCommAbort(handle: ctypes.c_void_p) -> int:
+            assert handle.value == 7
+            over.wait(10)
+            return 0
+
+    monkeypatch.setattr(library, "_library", Nccl)
+    monkeypatch.setattr(library, "_EXIT_S", 0.2)
+    communicator = library.Communicator.__new__(library.Communicator)
+    communicator._handle, communicator._using = ctypes.c_void_p(7), threading.Lock()
+    held = torch.nn.Identity()
+    gone = weakref.ref(held)
+    thread = communicator.abort(held)
+    del held
+    assert thread is not None
+    assert communicator.abort(None) is None
+    start = time.monotonic()
+    library._leave()
+    assert 0.2 <= time.monotonic() - start < 1.0
+    assert gone() is not None
+    over.set()
+    thread.join()
+    assert gone() is None
 
 
 def _slow_to_connect(ranks: Ranks) -> float:
