@@ -64,7 +64,8 @@ class Step:
         number: from 1.
         documents: in its stream.
         sharded, unsharded: the loss both ways, nats per byte.
-        differences: relative difference of ``loss`` and of every parameter's gradient, by name.
+        differences: relative difference of ``loss`` and of every parameter's gradient, by name;
+            absolute where the unsharded one is zero.
     """
 
     number: int
@@ -176,9 +177,16 @@ def _gradients(
 
 
 def _difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the relative difference; infinite where the reference is not finite, or shows nothing."""
-    shows = bool(expected.isfinite().all()) and bool(expected.any())
-    return relative_error(actual, expected) if shows else math.inf
+    """Return the relative difference, the absolute one to a reference of zeros; infinite to one not finite.
+
+    A stream of one token has such zeros: no state decays, so gates have no gradient.
+    """
+    if not expected.isfinite().all():
+        return math.inf
+    if expected.any():
+        return relative_error(actual, expected)
+    largest = actual.abs().max().item()
+    return math.inf if math.isnan(largest) else largest
 
 
 def _add_up(

@@ -136,10 +136,37 @@ def test_a_wrong_sum_over_ranks_fails_the_demo(monkeypatch: pytest.MonkeyPatch) 
     assert outcome.largest() == pytest.approx(dict.fromkeys(["loss", *PARAMETERS], 0.5), rel=1e-3)
 
 
-@pytest.mark.parametrize("reference", [math.nan, math.inf, 0.0])
-def test_a_reference_that_shows_nothing_is_a_difference(reference: float) -> None:
+@pytest.mark.parametrize("reference", [math.nan, math.inf])
+def test_a_reference_that_is_not_finite_is_a_difference(reference: float) -> None:
     expected = torch.full((3,), reference)
     assert train_module._difference(expected.clone(), expected) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("actual", "difference"),
+    [(0.0, 0.0), (-2e-3, 2e-3), (math.inf, math.inf), (math.nan, math.inf)],
+)
+def test_a_difference_to_zeros_is_absolute(actual: float, difference: float) -> None:
+    found = train_module._difference(torch.tensor([0.0, actual]), torch.zeros(2))
+    assert found == pytest.approx(difference)
+
+
+def test_one_token_has_gates_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no other zeros: in longer streams every reference shows something."""
+    difference = train_module._difference
+    zeros: list[bool] = []
+
+    def noted(actual: torch.Tensor, expected: torch.Tensor) -> float:
+        zeros.append(not expected.any())
+        return difference(actual, expected)
+
+    monkeypatch.setattr(train_module, "_difference", noted)
+    for tokens, without in ((41, []), (1, ["A_log", "dt_bias", "gate.weight", "A_log"])):
+        zeros.clear()
+        settings = Settings(ranks=2, steps=1, backend="threads", tokens=tokens)
+        assert run_demo(settings, lambda step: None).equal
+        names = [n for n, zero in zip(["loss", *PARAMETERS], zeros, strict=True) if zero]
+        assert [name.partition(".")[2] for name in names] == without
 
 
 def test_the_worst_step_counts() -> None:
