@@ -98,6 +98,36 @@ def test_a_wrong_summary_is_an_error_row_and_no_number(monkeypatch: pytest.Monke
     assert {row["mode"] for row in by_status(made, "ok")} == {"barrier"}
 
 
+def test_a_baseline_that_fails_has_no_number_and_fails_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: Any, variant: Any, transport: Any) -> Any:
+        if transport is self._all_gather:
+            raise RuntimeError("NCCL is not in the mood")
+        return merge(self, variant, transport)
+
+    merge = boundary_rank._Boundary._merge
+    monkeypatch.setattr(boundary_rank._Boundary, "_merge", broken)
+    monkeypatch.setattr(boundary_rank._Boundary, "_baseline_refusal", lambda self, variant: None)
+    monkeypatch.setattr(boundary_rank.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(boundary_rank, "AllGather", lambda device: object())
+    made = bench("boundary", "--backend", "threads", "--world-size", "2", *SMALL)
+    baseline = {
+        (row["timer"], row["reason"]) for row in by_status(made, "skipped") if row["baseline"]
+    }
+    assert baseline == {
+        ("perf_counter", "not measured: RuntimeError: NCCL is not in the mood"),
+        ("graph_replay", "CUDA graphs need a CUDA device"),
+    }
+    assert made["gate"]["failed"] == 0
+    assert {row["mode"] for row in by_status(made, "ok")} == {
+        "barrier",
+        "merge",
+        "fold",
+        "publish_fetch",
+    }
+
+
 def test_bytes_that_the_plan_does_not_say_are_an_error_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from cptransport.volume import Volume
 

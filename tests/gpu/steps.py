@@ -141,12 +141,17 @@ def _suite(backend: str, ranks: int) -> str:
 def _contract(group: str, out: Path, backend: str, ranks: int) -> Step:
     report = f"--cpt-report={out}/conformance-{group}-{backend}-{ranks}.json"
     where = (_suite(backend, ranks), "-p", "cptransport.testing.plugin", report)
+    estimate_s = 50 + 35 * ranks
+    if backend in OVER_NCCL:  # every transport starts communicators
+        estimate_s = 120 + 70 * ranks
+    elif backend in OVER_NVSHMEM and group == "D":
+        estimate_s = 230
     return Step(
         f"contract {backend} {ranks}",
         group,
         (*where, "-k", f"not {DEATH}"),
-        estimate_s=(80 if backend in OVER_NCCL else 50) + 35 * ranks,
-        limit_s=300,
+        estimate_s=estimate_s,
+        limit_s=450,
         mps=_daemon(backend),
     )
 
