@@ -209,6 +209,27 @@ def test_a_rank_alone_computes_no_summaries(device: str) -> None:
     assert not counter["ssd_join_kernel"]
 
 
+@pytest.mark.parametrize("piece_tokens", [32, 64])
+def test_a_rank_alone_asks_for_no_states(
+    piece_tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What enters is known to be zero; where it is not known, a table of zeros says the same."""
+    monkeypatch.setattr(triton_ssd, "ssd_piece_tokens", lambda *_: piece_tokens)
+
+    def never() -> torch.Tensor:
+        raise AssertionError("asked for states")
+
+    runs = []
+    for alone in (True, False):
+        rank = Rank([LocalSegment(0, 60, 0, alone, alone)], 60, device=device)
+        incoming = never if alone else lambda rank=rank: torch.zeros_like(rank.table)
+        finished = rank.forward(Need(False, False), incoming)
+        grads = rank.backward(finished, Need(False, False), incoming)
+        runs.append([finished.output, finished.outgoing, grads.incoming, *grads.inputs.values()])
+    for a, b in zip(*runs, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
 def test_local_work_is_launched_before_the_wait(device: str) -> None:
     """What overlap hides an exchange behind; the summary is complete by then."""
     rank = Rank(INTERIOR, 70, device=device)
