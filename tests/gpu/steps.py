@@ -34,7 +34,6 @@ OVER_NVSHMEM = ("nvshmem_signal", "nvshmem_barrier")
 DEATH = "death_ends"
 #: Measurement of the published boundary results.
 PUBLISHED = ("--warmup", "20", "--iterations", "60", "--repeats", "5")
-MEDIUM = ("--warmup", "5", "--iterations", "20", "--repeats", "3")
 SHORT = ("--warmup", "2", "--iterations", "8", "--repeats", "3")
 BOTH_WAYS = ("--direction", "forward", "--direction", "backward")
 #: Appended to benches in a rehearsal: the last value of an option counts.
@@ -464,12 +463,12 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
                 "D",
                 (
                     *(*KDA, "--engine", "triton", "--backend", backend, "--world-size", str(ranks)),
-                    *(*one_each, *kda, *ways, "--overlap", "--baseline", "fla", *MEDIUM),
+                    *(*one_each, *kda, *ways, "--overlap", "--baseline", "fla", *PUBLISHED),
                     *("--timeout-s", "150"),
                 ),
                 # The first one tunes FLA's kernels for all of them.
-                estimate_s=150 if backend == BACKENDS[0] else 45,
-                limit_s=280 if backend == BACKENDS[0] else 150,
+                estimate_s=170 if backend == BACKENDS[0] else 70,
+                limit_s=280 if backend == BACKENDS[0] else 170,
                 bench=True,
                 alone=True,
                 rehearsal=_tiny_ranks(),
