@@ -50,6 +50,6 @@ def test_an_interior_rank_launches_five_kernels(tmp_path: Path) -> None:
     assert all(found["handles"])
     assert set(found["kernels"]) == {*found["launches"], "conv_bwd_wide_kernel"}
     assert max(found["kernels"].values()) < 227 * 1024
-    # Nothing else launches on a GPU.
+    # Nothing else launches on a GPU; three of these make, save and find what refuses a double backward.
     assert set(found["operators"]) <= FREE
-    assert sum(found["operators"].values()) <= 12
+    assert sum(found["operators"].values()) <= 15
