@@ -52,6 +52,11 @@ class Outcome:
     kernels: int | None = None
     repeat_medians_us: list[float] = field(default_factory=list)
 
+    def pass_over(self) -> None:
+        """Let a failure of what is not ours be no failure, but the reason why there is no number."""
+        if self.error:
+            self.skipped, self.error = f"not measured: {self.error}", None
+
     def add(self, later: Outcome) -> None:
         """Append a later repeat of the same measurement."""
         self.samples_us += later.samples_us

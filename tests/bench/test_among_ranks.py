@@ -9,29 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from benches import bench
 from torch import Tensor
 
 from cptransport.bench import layer_ranks
-from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.launch import placement
 from cptransport.bench.rank_runs import Candidate, run_candidates
-from cptransport.bench.schema import problems
 from cptransport.bench.timing import Budget
 from cptransport.env import MAMBA_LOAD_BALANCING
 from cptransport.transports.loopback import LoopbackTransport
 
-SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2", "--device", "cpu"]
-RANKS = ["--backend", "gloo", "--world-size", "2", "--timeout-s", "60"]
-
-
-def bench(name: str, *arguments: str) -> dict[str, Any]:
-    case = load_case(name)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, case)
-    args = parser.parse_args([*arguments, *SHORT])
-    made = run_case(case, args, lambda text, done: None, ["cptransport", "bench", name])
-    assert problems(made) == []
-    return made
+RANKS = ["--backend", "gloo", "--world-size", "2"]
 
 
 def rows(made: dict[str, Any], **wanted: Any) -> list[dict[str, Any]]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from benches import SHORT, bench
 
 from cptransport.bench import boundary, boundary_rank, layer, layer_stage
-from cptransport.bench.cases import add_arguments, load_case, run_case
 from cptransport.bench.kda_op import KDAShape, kda_layer
 from cptransport.bench.launch import Placement
 from cptransport.bench.schema import SchemaError, problems
@@ -22,18 +22,6 @@ from cptransport.cli import main
 
 SMALL = ["--heads", "2", "--key-dim", "4", "--value-dim", "3"]
 ALL = [f"--composition={name}" for name in ("gather", "handoff", "scan")]
-SHORT = ["--warmup", "1", "--iterations", "2", "--repeats", "2"]
-SHORT += ["--device", "cpu", "--timeout-s", "60"]
-
-
-def bench(name: str, *arguments: str) -> dict[str, Any]:
-    case = load_case(name)
-    parser = argparse.ArgumentParser()
-    add_arguments(parser, case)
-    args = parser.parse_args([*arguments, *SHORT])
-    made = run_case(case, args, lambda text, done: None, ["cptransport", "bench", name])
-    assert problems(made) == []
-    return made
 
 
 def by_status(made: dict[str, Any], status: str) -> list[dict[str, Any]]:
@@ -350,30 +338,27 @@ def test_on_gpus_a_backend_does_all_its_repeats_at_once(monkeypatch: pytest.Monk
     assert "one after the other" in made["method"]["interleaving"]
 
 
-def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a boundary the backends that had their turn, of ops the configurations."""
-    real, turns = boundary._repeat, iter([False, True])
+def _interrupt_the_second(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> None:
+    real, interrupts = getattr(module, name), iter([False, True])
 
-    def repeat(*args: Any) -> Any:
-        if next(turns):
+    def call(*args: Any) -> Any:
+        if next(interrupts):
             raise KeyboardInterrupt
         return real(*args)
 
-    monkeypatch.setattr(boundary, "_repeat", repeat)
+    monkeypatch.setattr(module, name, call)
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a boundary the backends that had their turn, of ops the configurations."""
+    _interrupt_the_second(monkeypatch, boundary, "_repeat")
     both = ["--backend", "threads", "--backend", "gloo", "--composition", "gather"]
     made = bench("boundary", *both, "--world-size", "2", "--no-baseline", *SMALL)
     assert {row["provider"] for row in by_status(made, "ok")} == {"threads"}
     missing = [row for row in by_status(made, "skipped") if row["provider"] == "gloo"]
     assert {row["reason"] for row in missing} == {"interrupted before it was measured"}
 
-    measure, layers = layer._measure, iter([False, True])
-
-    def one(*args: Any) -> Any:
-        if next(layers):
-            raise KeyboardInterrupt
-        return measure(*args)
-
-    monkeypatch.setattr(layer, "_measure", one)
+    _interrupt_the_second(monkeypatch, layer, "_measure")
     shapes = ["--shape", "8x1", "--shape", "9x1", "--engine", "torch"]
     made = bench("kda", *shapes, "--key-dim", "4", "--value-dim", "3", "--dtype", "float32")
     assert {row["shape"]["T_local"] for row in made["rows"]} == {8}

@@ -84,6 +84,11 @@ def test_what_never_arrived_is_nan(run: Any, which: str) -> None:
     assert all(after), after
 
 
+def _vanish(transport: Any) -> None:
+    for lane in transport._lanes.values():
+        lane.communicator.vanish()
+
+
 def _one_vanishes(ranks: Ranks, words: bool) -> str:
     """Rank 1 ends while the others wait for it; NCCL says only that a connection closed."""
     transport: Any = ranks.create(timeout_s=8.0)
@@ -92,8 +97,7 @@ def _one_vanishes(ranks: Ranks, words: bool) -> str:
     ranks.sync()
     if ranks.rank == 1:
         time.sleep(0.3)
-        for lane in transport._lanes.values():
-            lane.communicator.vanish()
+        _vanish(transport)
         if words:
             time.sleep(0.4)  # the connection closed first
             transport.control.report(ValueError("words of rank 1"), fatal=True)
@@ -126,8 +130,7 @@ def _vanishes_late(ranks: Ranks) -> tuple[str, float]:
     ranks.sync()
     if ranks.rank == 1:
         time.sleep(1.6)
-        for lane in transport._lanes.values():
-            lane.communicator.vanish()
+        _vanish(transport)
         for rank in (0, 2):
             ranks.ask(f"raised/{rank}")
         return "", 0.0
