@@ -6,15 +6,20 @@ Triton's own launch binds arguments by name, asks what it may specialise on, and
 for every argument of every call. ``Bound`` has a kernel with its compile-time arguments, and keeps
 what Triton compiled by the few properties of run-time arguments that matter; it then calls the
 compiled kernel, as ``CompiledKernel.__getitem__`` allows, with addresses in place of tensors.
+
+What is read of each argument is most of what remains, tens of arguments for each of an op's launches.
+So it is read by an expression that has them all by name, made once for the classes of the arguments,
+and no loop in Python runs over them.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from math import gcd, hypot
 from threading import Lock
 from typing import Any
 
@@ -51,6 +56,48 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and not interpreted()
 
 
+_Values = tuple[Any, ...]
+_Reader = Callable[..., tuple[_Values, ...]]
+
+
+def _reader(classes: tuple[type, ...], specialised: frozenset[int]) -> _Reader:
+    """Make a function that reads arguments of these classes.
+
+    Args:
+        classes: of all run-time arguments.
+        specialised: positions of those whose value Triton may specialise on.
+
+    Returns:
+        A function of the arguments. It returns five tuples: the addresses of tensors, what is passed
+        for all arguments, the dtypes of tensors, the specialised ints, and the other ints.
+    """
+    names = [f"x{i}" for i in range(len(classes))]
+    tensors = [x for x, kind in zip(names, classes, strict=True) if issubclass(kind, Tensor)]
+    ints = [i for i, kind in enumerate(classes) if kind is int]
+    tuples: tuple[Iterable[str], ...] = (
+        (f"at_{x} := {x}.data_ptr()" for x in tensors),
+        # An address saves the driver's look-up; host memory needs it.
+        (f"at_{x} if {x}.is_cuda else {x}" if x in tensors else x for x in names),
+        (f"{x}.dtype" for x in tensors),
+        (names[i] for i in ints if i in specialised),
+        (names[i] for i in ints if i not in specialised),
+    )
+    parts = ("(" + "".join(f"({item}), " for item in items) + ")" for items in tuples)
+    # The source depends on positions only.
+    return eval(f"lambda {', '.join(names)}: ({', '.join(parts)})")
+
+
+def _width(value: int) -> int:
+    """Return 0, 1 or 2 for what Triton takes for an int32, an int64 or a uint64."""
+    return (value if value >= 0 else ~value).bit_length() // 32
+
+
+@lru_cache(maxsize=1024)
+def _specialise(values: tuple[int, ...]) -> bytes:
+    """Return what Triton specialises ints on, a byte each. They are strides mostly, and come again."""
+    return bytes(_width(x) << 2 | (x == 1) << 1 | (x % 16 == 0) for x in values)
+
+
 class Bound:
     """A kernel with its compile-time arguments; make it with ``bind``.
 
@@ -67,7 +114,8 @@ class Bound:
         # The interpreter specialises nothing.
         flags = [getattr(p, "do_not_specialize", True) for p in getattr(kernel, "params", ())]
         self._specialised = frozenset(i for i, plain in enumerate(flags) if not plain)
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._readers: dict[tuple[type, ...], _Reader] = {}
+        self._compiled: dict[_Values, Any] = {}
 
     def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
         """Launch on the current stream; a grid with a zero launches nothing."""
@@ -88,26 +136,27 @@ class Bound:
             self._compiled[key] = self.kernel[grid](*args, **self.constants)
             return
         stream = active.get_current_stream(device)
-        compiled[(*grid, 1, 1)[:3]](*values, *self._tail, stream=stream)
+        compiled[(*grid, 1, 1)[:3]](*(values + self._tail), stream=stream)
 
-    def _split(self, args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
-        """Return what is passed for each argument, and what Triton would specialise on, or finer."""
-        values: list[Any] = []
-        kinds: list[Any] = []
-        for index, value in enumerate(args):
-            if isinstance(value, Tensor):
-                address = value.data_ptr()
-                # An address saves the driver's look-up; host memory needs it.
-                values.append(address if value.is_cuda else value)
-                kinds.append(value.dtype if address % 16 == 0 else (value.dtype, address % 16))
-                continue
-            values.append(value)
-            if value.__class__ is not int:
-                kinds.append(value.__class__)
-            elif index in self._specialised:
-                kinds.append((value.bit_length() // 32, value == 1, value % 16 == 0))
-            else:
-                kinds.append(value.bit_length() // 32)
+    def _split(self, args: _Values) -> tuple[_Values, _Values]:
+        """Return what is passed for each argument, and what Triton would specialise on, or finer.
+
+        The latter takes few values however sizes and steps vary: launches are kept by it for ever.
+        """
+        classes = tuple(map(type, args))
+        read = self._readers.get(classes)
+        if read is None:
+            # One for all threads: it stands for the classes.
+            read = self._readers.setdefault(classes, _reader(classes, self._specialised))
+        addresses, values, dtypes, specialised, others = read(*args)
+        kinds = (
+            read,
+            dtypes,
+            gcd(*addresses) % 16 == 0 or tuple(x % 16 == 0 for x in addresses),
+            _specialise(specialised),
+            # Their root of squares bounds them all, and its rounding stays far from 2**31.
+            hypot(*others) < 2**30 or tuple(map(_width, others)),
+        )
         return values, kinds
 
 
