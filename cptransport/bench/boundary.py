@@ -3,8 +3,8 @@
 
 Modes: ``merge`` is the whole step; ``publish_fetch`` is its synchronisation and movement alone;
 ``fold`` is its computation alone, the same exchange on recorded summaries. Eager times begin when
-the summaries are written; a captured step holds staging and writing too (option ``region``). Beside
-every backend, on its ranks, the baseline: one all-gather of ``torch.distributed`` and the same fold.
+the summaries are written; a captured step holds staging too (option ``region``). Beside every
+backend, on its ranks, the baseline: one all-gather of ``torch.distributed`` and the same fold.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ peers are not left waiting; its error makes the row's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -90,6 +90,31 @@ def boundary_rank(ranks: Ranks, settings: Mapping[str, Any]) -> list[Outcome]:
     return outcomes
 
 
+@dataclass(frozen=True)
+class _Work:
+    """One iteration of a variant.
+
+    Attributes:
+        timed, align: as ``Body`` has them.
+        stage, write: before, opens the slot; puts in place what is sent. A captured iteration holds
+            the first alone: a kernel that computes summaries writes them where they are sent from.
+    """
+
+    timed: Callable[[], object]
+    align: Callable[[], object]
+    stage: Callable[[], object] = lambda: None
+    write: Callable[[], object] = lambda: None
+
+    def body(self) -> Body:
+        """Return an eager iteration."""
+
+        def prepare() -> None:
+            self.stage()
+            self.write()
+
+        return Body(self.timed, prepare, self.align)
+
+
 class _Boundary:
     """Bodies and checks of one rank."""
 
@@ -112,13 +137,15 @@ class _Boundary:
             outcome.skipped = refusal
             return None
         try:
-            body = self._body(variant)
+            work = self._work(variant)
+            body = work.body()
             try:
                 self._verify(variant, body, outcome)
             except VerificationError as error:
                 outcome.error = f"verification failed: {error}"
             if variant.timer == "graph_replay":
-                body, result = captured(body)
+                body, result = captured(replace(body, prepare=work.stage))
+                work.write()
                 _once(body)
                 try:
                     self._judge(variant, result)
@@ -161,9 +188,9 @@ class _Boundary:
 
     # ----------------------------------------------------------------------------------------- bodies
 
-    def _body(self, variant: Variant) -> Body:
+    def _work(self, variant: Variant) -> _Work:
         if variant.mode == "barrier":
-            return Body(self.transport.barrier, align=self.transport.barrier)
+            return _Work(self.transport.barrier, align=self.transport.barrier)
         if variant.mode == "publish_fetch":
             return self._publish_fetch(variant.direction)
         if variant.baseline:
@@ -174,7 +201,7 @@ class _Boundary:
         replay, _ = self._replay(variant)
         return self._merge(variant, replay)
 
-    def _merge(self, variant: Variant, transport: BoundaryTransport | AllGather) -> Body:
+    def _merge(self, variant: Variant, transport: BoundaryTransport | AllGather) -> _Work:
         """Publish, and return the states that enter this rank's segments."""
         over: Any = transport  # an exchange of gathers needs no more than these have in common
         wire = Wire(
@@ -187,15 +214,17 @@ class _Boundary:
         )
         exchange: list[Exchange] = []
 
-        def prepare() -> None:
+        def stage() -> None:
             exchange[:] = [begin(wire, self.plan, over, variant.direction)]
+
+        def write() -> None:
             self._write(exchange[0])
 
         def timed() -> Tensor:
             exchange[0].publish()
             return exchange[0].incoming()
 
-        return Body(timed, prepare, self.transport.barrier)
+        return _Work(timed, self.transport.barrier, stage, write)
 
     def _write(self, exchange: Exchange) -> None:
         for row, (index, need) in enumerate(zip(self.local, exchange.needs, strict=True)):
@@ -203,7 +232,7 @@ class _Boundary:
                 if needed and name in exchange.out:
                     exchange.out[name][row] = self.payload[index][name]
 
-    def _publish_fetch(self, direction: str) -> Body:
+    def _publish_fetch(self, direction: str) -> _Work:
         """The verbs of a gather exchange, without its fold."""
         (step,) = schedule(self.plan, direction, "gather").rounds
         moving = tuple(
@@ -213,9 +242,12 @@ class _Boundary:
         )
         slot = Slot(f"bench.{direction}", moving)
         sends = step.ranks[self.transport.rank].sends
+        staged: dict[str, Tensor] = {}
 
-        def prepare() -> None:
-            staged = self.transport.stage(slot)
+        def stage() -> None:
+            staged.update(self.transport.stage(slot))
+
+        def write() -> None:
             for part in moving:
                 for row in sends[part.name]:
                     staged[part.name][row] = self.payload[self.local[row]][part.name]
@@ -224,14 +256,14 @@ class _Boundary:
             self.transport.publish(slot)
             return self.transport.gather(slot)
 
-        return Body(timed, prepare, self.transport.barrier)
+        return _Work(timed, self.transport.barrier, stage, write)
 
     def _replay(self, variant: Variant) -> tuple[RecordedTransport, Tensor]:
         """Return a transport that gives this rank what it got in a real exchange, and its result there."""
         key = (variant.composition, variant.direction)
         if key not in self._replays:
             recorder = RecordingTransport(self.transport)
-            result = _once(self._merge(variant, recorder))
+            result = _once(self._merge(variant, recorder).body())
             replay = RecordedTransport(recorder.recording, self.transport.device)
             self._replays[key] = (replay, result.clone())
         return self._replays[key]

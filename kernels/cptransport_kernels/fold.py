@@ -23,13 +23,14 @@ with other devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cptransport_kernels.launch import launch, on_gpu
+from cptransport_kernels.launch import launch, on_gpu, processors
 
 __all__ = ["FoldSteps", "fold"]
 
@@ -41,8 +42,117 @@ def _copy(p_dst, p_src, o_c, K: tl.constexpr, SK: tl.constexpr, SV: tl.constexpr
         tl.store(p_dst + o, tl.load(p_src + o, cache_modifier=".cg"))
 
 
-@triton.jit(do_not_specialize=["B", "R", "HV", "S"])
+@triton.jit
+def _place(row, i_b, i_h, B, HV, K: tl.constexpr, V: tl.constexpr):
+    """Offset of the block of a row's head."""
+    return ((row * B + i_b).to(tl.int64) * HV + i_h) * K * V
+
+
+@triton.jit
+def _look_up(
+    p_state,
+    p_transition,
+    p_step,
+    i_b,
+    i_h,
+    B,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    ADDRESSES: tl.constexpr,
+):
+    """A step: its state row, its transition row, and where a head's E and M are."""
+    source = tl.load(p_step)
+    state_row = tl.load(p_step + 1)
+    transition_row = tl.load(p_step + 2)
+    o_e = _place(tl.maximum(state_row, 0), i_b, i_h, B, HV, K, V)
+    o_m = _place(tl.maximum(transition_row, 0), i_b, i_h, B, HV, K, K)
+    if ADDRESSES:
+        p_e = tl.load(p_state + source).to(tl.pointer_type(tl.float32)) + o_e
+        p_m = tl.load(p_transition + source).to(tl.pointer_type(tl.float32)) + o_m
+    else:
+        p_e = p_state + o_e
+        p_m = p_transition + o_m
+    return state_row, transition_row, p_e, p_m
+
+
+@triton.jit(do_not_specialize=["B", "HV", "S"])
 def fold_kernel(
+    p_state,
+    p_transition,
+    p_start,
+    p_out,
+    p_prefix,
+    p_steps,
+    p_rows,
+    B,
+    HV,
+    S,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BC: tl.constexpr,
+    ADDRESSES: tl.constexpr,
+    V_MAJOR: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Fold BC columns of one destination row's head; X stays in registers, and M passes through them."""
+    SK: tl.constexpr = 1 if V_MAJOR else V
+    SV: tl.constexpr = K if V_MAJOR else 1
+    NC: tl.constexpr = V // BC
+    o_k = tl.arange(0, K)
+    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
+    o_x = o_k[:, None] * SK + o_c[None, :] * SV
+    if TRANSPOSED != V_MAJOR:  # noqa: SIM108  # a V-major table holds the transpose
+        o_m = o_k[None, :] * K + o_k[:, None]
+    else:
+        o_m = o_k[:, None] * K + o_k[None, :]
+    i_r = tl.program_id(0) // NC // B
+    i_b = tl.program_id(0) // NC % B
+    i_h = tl.program_id(1)
+    n = tl.load(p_rows + i_r * 2)
+    result = tl.load(p_rows + i_r * 2 + 1)
+    if p_start is not None:
+        b_x = tl.load(p_start + _place(i_r, i_b, i_h, B, HV, K, V) + o_x)
+    else:
+        b_x = tl.zeros([K, BC], tl.float32)
+    p_step = p_steps + i_r * S * 4
+    state_row, transition_row, p_e, p_m = _look_up(
+        p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES
+    )
+    for s in range(n):
+        # Two look-ups in memory lead to the next summary: they pass while this one is read.
+        p_next = p_step + tl.minimum(s + 1, n - 1) * 4
+        later_state, later_transition, p_later_e, p_later_m = _look_up(
+            p_state, p_transition, p_next, i_b, i_h, B, HV, K, V, ADDRESSES
+        )
+        if p_prefix is not None:
+            row = tl.load(p_step + s * 4 + 3)
+            if row >= 0:
+                tl.store(p_prefix + _place(row, i_b, i_h, B, HV, K, V) + o_x, b_x)
+        b_e = tl.load(
+            p_e + o_x,
+            mask=(o_c[None, :] >= 0) & (state_row >= 0),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        if transition_row < 0:
+            b_x = b_e
+        else:
+            b_m = tl.load(p_m + o_m, cache_modifier=".cg")
+            b_x = tl.dot(b_m, b_x, b_e, input_precision=PREC)
+        state_row, transition_row, p_e, p_m = (
+            later_state,
+            later_transition,
+            p_later_e,
+            p_later_m,
+        )
+    if result >= 0:
+        tl.store(p_out + _place(result, i_b, i_h, B, HV, K, V) + o_x, b_x)
+
+
+@triton.jit(do_not_specialize=["B", "R", "HV", "S"])
+def fold_wide_kernel(
     p_state,
     p_transition,
     p_start,
@@ -64,21 +174,21 @@ def fold_kernel(
     TRANSPOSED: tl.constexpr,
     PREC: tl.constexpr,
 ):
+    """The same where M is too large for registers: blocks of BR rows, and X in one of two scratches."""
     SK: tl.constexpr = 1 if V_MAJOR else V
     SV: tl.constexpr = K if V_MAJOR else 1
     NC: tl.constexpr = V // BC
     o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
     i_r = tl.program_id(0) // NC // B
     i_b = tl.program_id(0) // NC % B
-    i_hv = tl.program_id(1)
+    i_h = tl.program_id(1)
     n = tl.load(p_rows + i_r * 2)
     result = tl.load(p_rows + i_r * 2 + 1)
-    head = (i_r * B + i_b).to(tl.int64) * HV + i_hv
-    p_a = p_scratch + head * K * V
-    p_b = p_scratch + (R * B * HV + head) * K * V
+    p_a = p_scratch + _place(i_r, i_b, i_h, B, HV, K, V)
+    p_b = p_scratch + _place(R + i_r, i_b, i_h, B, HV, K, V)
     p_x = p_a
     if p_start is not None:
-        p_x = p_start + head * K * V
+        p_x = p_start + _place(i_r, i_b, i_h, B, HV, K, V)
     else:
         for r in range(0, K, BR):
             o = (r + tl.arange(0, BR))[:, None] * SK + o_c[None, :] * SV
@@ -86,38 +196,18 @@ def fold_kernel(
         tl.debug_barrier()
 
     for s in range(n):
-        step = p_steps + (i_r * S + s) * 4
-        source = tl.load(step)
-        state_row = tl.load(step + 1)
-        transition_row = tl.load(step + 2)
-        state_head = (tl.maximum(state_row, 0) * B + i_b).to(tl.int64) * HV + i_hv
-        transition_head = (tl.maximum(transition_row, 0) * B + i_b).to(tl.int64) * HV + i_hv
-        if ADDRESSES:
-            p_e = tl.load(p_state + source).to(tl.pointer_type(tl.float32)) + state_head * K * V
-        else:
-            p_e = p_state + state_head * K * V
+        p_step = p_steps + (i_r * S + s) * 4
+        state_row, transition_row, p_e, p_m = _look_up(
+            p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES
+        )
         if p_prefix is not None:
-            row = tl.load(step + 3)
+            row = tl.load(p_step + 3)
             if row >= 0:
-                _copy(
-                    p_prefix + ((row * B + i_b).to(tl.int64) * HV + i_hv) * K * V,
-                    p_x,
-                    o_c,
-                    K,
-                    SK,
-                    SV,
-                    BR,
-                )
+                p_kept = p_prefix + _place(row, i_b, i_h, B, HV, K, V)
+                _copy(p_kept, p_x, o_c, K, SK, SV, BR)
         if transition_row < 0:
             p_x = p_e
         else:
-            if ADDRESSES:
-                p_m = (
-                    tl.load(p_transition + source).to(tl.pointer_type(tl.float32))
-                    + transition_head * K * K
-                )
-            else:
-                p_m = p_transition + transition_head * K * K
             p_dst = p_a if s % 2 == 1 else p_b
             for r in range(0, K, BR):
                 o_r = r + tl.arange(0, BR)
@@ -130,7 +220,7 @@ def fold_kernel(
                 )
                 for c in range(0, K, BR):
                     o_i = c + tl.arange(0, BR)
-                    if TRANSPOSED != V_MAJOR:  # noqa: SIM108  # a V-major table holds the transpose
+                    if TRANSPOSED != V_MAJOR:  # noqa: SIM108  # as above
                         o_m = o_i[None, :] * K + o_r[:, None]
                     else:
                         o_m = o_r[:, None] * K + o_i[None, :]
@@ -143,13 +233,14 @@ def fold_kernel(
             # The next step reads what other threads of this program wrote.
             tl.debug_barrier()
     if result >= 0:
-        p_result = p_out + ((result * B + i_b).to(tl.int64) * HV + i_hv) * K * V
-        _copy(p_result, p_x, o_c, K, SK, SV, BR)
+        _copy(p_out + _place(result, i_b, i_h, B, HV, K, V), p_x, o_c, K, SK, SV, BR)
 
 
-# Blocks of M, columns of one program, warps: measured on an H200 at [8, 128, 128], three sources:
-# 10.2 us.
-_ROWS, _COLUMNS, _WARPS = 128, 16, 8
+# Columns of one program, and microseconds that a wave of such programs takes: measured on an H200 at
+# K = V = 128, three sources, one program per multiprocessor (its registers allow no second). All give
+# the same bits. Rows of a block of M that one program holds; warps.
+_COLUMNS = ((16, 9.0), (32, 11.5), (64, 15.0))
+_ROWS, _WARPS = 128, 8
 
 
 class FoldSteps:
@@ -229,32 +320,45 @@ def fold(
         out = torch.empty(rows * batch, *stored, dtype=torch.float32, device=steps.steps.device)
     if rows == 0:
         return out
+    tables: dict[str, Any] = {
+        "K": key_dim,
+        "V": value_dim,
+        "BC": _columns(value_dim, rows * batch * heads, processors(out.device)),
+        "ADDRESSES": state.dtype == torch.int64,
+        "V_MAJOR": v_major,
+        "TRANSPOSED": transposed,
+        "PREC": precision if on_gpu(out) else "ieee",
+        "num_warps": _WARPS,
+        "num_stages": 1,
+    }
+    grid = (value_dim // tables["BC"] * rows * batch, heads)
+    ends = (state, state if transition is None else transition, start, out, prefix)
+    sizes = (steps.steps, steps.rows, batch)
+    if key_dim <= _ROWS:
+        launch(fold_kernel, grid, *ends, *sizes, heads, steps.max_steps, **tables)
+        return out
     scratch = torch.empty(2, rows * batch, *stored, dtype=torch.float32, device=out.device)
-    columns = min(value_dim, _COLUMNS)
     launch(
-        fold_kernel,
-        (value_dim // columns * rows * batch, heads),
-        state,
-        transition if transition is not None else state,
-        start,
-        out,
-        prefix,
+        fold_wide_kernel,
+        grid,
+        *ends,
         scratch,
-        steps.steps,
-        steps.rows,
-        batch,
+        *sizes,
         rows,
         heads,
         steps.max_steps,
-        K=key_dim,
-        V=value_dim,
-        BR=min(key_dim, _ROWS),
-        BC=columns,
-        ADDRESSES=state.dtype == torch.int64,
-        V_MAJOR=v_major,
-        TRANSPOSED=transposed,
-        PREC=precision if on_gpu(out) else "ieee",
-        num_warps=_WARPS,
-        num_stages=1,
+        BR=_ROWS,
+        **tables,
     )
     return out
+
+
+def _columns(value_dim: int, blocks: int, num_processors: int) -> int:
+    """Return the columns of one program; ``blocks`` heads of rows are folded."""
+
+    def cost(choice: tuple[int, float]) -> float:
+        columns, wave_us = choice
+        return -(-value_dim // columns * blocks // num_processors) * wave_us
+
+    fitting = [choice for choice in _COLUMNS if choice[0] <= value_dim]
+    return min(fitting, key=cost)[0]
