@@ -13,6 +13,12 @@ from typing import Any
 from cptransport.addresses import address_table
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane, group_store
+from cptransport.cuda_driver import (
+    allocation_start,
+    exclusive_stream,
+    release_stream,
+    write_value,
+)
 from cptransport.errors import BackendContractError
 from cptransport.onesided import MAX_RANKS, OneSidedTransport
 from cptransport.peer_memory import PeerMemory, PeerRegion, byte_spans, bytes_at
@@ -29,9 +35,13 @@ __all__ = [
     "TransportBase",
     "Variable",
     "address_table",
+    "allocation_start",
     "byte_spans",
     "bytes_at",
+    "exclusive_stream",
     "group_store",
+    "release_stream",
+    "write_value",
 ]
 
 

@@ -11,44 +11,20 @@ a death nothing is freed that a peer may still map.
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any
 
 import torch
 from cupy.cuda import runtime
 
-from cptransport.backend import ControlPlane, PeerRegion, bytes_at
+from cptransport.backend import ControlPlane, PeerRegion, allocation_start, bytes_at
 from cptransport.errors import TransportError
 
 __all__ = ["IpcMemory"]
 
 #: At least the driver's granularity, so that regions seldom share an allocation.
 _GRANULARITY = 2 << 20
-
-
-@lru_cache(maxsize=1)
-def _driver() -> Any:
-    driver = ctypes.CDLL("libcuda.so.1")
-    find = driver.cuMemGetAddressRange_v2
-    find.argtypes = [
-        ctypes.POINTER(ctypes.c_uint64),
-        ctypes.POINTER(ctypes.c_size_t),
-        ctypes.c_uint64,
-    ]
-    find.restype = ctypes.c_int
-    return driver
-
-
-def _allocation_start(address: int) -> int:
-    start, size = ctypes.c_uint64(), ctypes.c_size_t()
-    code = _driver().cuMemGetAddressRange_v2(ctypes.byref(start), ctypes.byref(size), address)
-    if code:
-        raise TransportError(f"cuMemGetAddressRange failed with CUDA error {code}")
-    return int(start.value)
 
 
 class IpcMemory:
@@ -71,7 +47,7 @@ class IpcMemory:
         try:
             with self._here():
                 address = runtime.malloc(size)
-                start = _allocation_start(address)
+                start = allocation_start(address)
                 handle = runtime.ipcGetMemHandle(address)
             mine = json.dumps([bytes(handle).hex(), address - start, ""])
         except (RuntimeError, TransportError) as error:

@@ -156,7 +156,7 @@ def _put_in_place() -> None:
     places: Any = transport
     places._host = lambda: os.environ.get("FAKE_CUPY_HOST", "here")
     driver: Any = memory
-    driver._allocation_start = lambda address: _holder(address).start
+    driver.allocation_start = lambda address: _holder(address).start
 
 
 _put_in_place()

@@ -20,14 +20,20 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from cptransport.backend import ControlPlane, Generation, TransportBase
+from cptransport.backend import (
+    ControlPlane,
+    Generation,
+    TransportBase,
+    exclusive_stream,
+    release_stream,
+)
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 from cptransport.transport import Capabilities
-from cptransport_nccl.driver import void
 from cptransport_nccl.library import Communicator, NcclError, join_within
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.order import Order
 from cptransport_nccl.pulse import Pulse
+from cptransport_nccl.void import void
 from cptransport_nccl.watchdog import Watchdog, Work, work_name
 
 __all__ = ["BARRIERS", "CONNECT_S", "ROUTES", "LanesTransport", "still_used"]
@@ -157,6 +163,8 @@ class LanesTransport(TransportBase):
             if not torch.cuda.is_current_stream_capturing():
                 # Else NCCL waits for the graph, and the graph for this thread.
                 join_within(self._aborts, _ABORT_S)
+                for lane in self._lanes.values():
+                    release_stream(lane.stream)
             self._lanes.clear()
 
     def _others(self) -> Iterable[int]:
@@ -241,7 +249,7 @@ class LanesTransport(TransportBase):
                 # What carries little needs no more than one channel.
                 channels = None if name == ROUTES else 1
                 comm = Communicator(identity, self.rank, self.world_size, wait, channels)
-                self._lanes[name] = _Lane(comm, torch.cuda.Stream(self.device))
+                self._lanes[name] = _Lane(comm, exclusive_stream(self.device))
             for name in new:
                 self._lanes[name].communicator.complete()
             for name in new:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cptransport_nccl.driver import write
+from cptransport.backend import write_value
 
 __all__ = ["Watchdog", "Work", "work_name"]
 
@@ -106,7 +106,7 @@ class Watchdog:
         """Watch what was issued on the stream so far."""
         lane = self._lanes.get(stream) or self._lanes.setdefault(stream, _Lane())
         lane.issued += 1
-        write(stream, lane.address, lane.issued)
+        write_value(stream, lane.address, lane.issued)
         lane.pending.append(Work(lane.issued, slot, generation, peers, time.monotonic()))
         self._wake.set()
 

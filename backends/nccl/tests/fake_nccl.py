@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import cptransport_nccl.driver
 import cptransport_nccl.lanes
 import cptransport_nccl.transport
 import cptransport_nccl.watchdog
@@ -290,12 +289,9 @@ class _PinnedTorch(_Torch):
         return type("Pinned", (), {"pin_memory": lambda _: made})()
 
 
-class _Driver:
-    @staticmethod
-    def cuStreamWriteValue64_v2(stream: int, address: int, value: int, flags: int) -> int:
-        cell = ctypes.c_int64.from_address(address)
-        _queues[stream].put(lambda: setattr(cell, "value", value))
-        return 0
+def write_value(stream: int, address: int, value: int) -> None:
+    cell = ctypes.c_int64.from_address(address)
+    _queues[stream].put(lambda: setattr(cell, "value", value))
 
 
 _kept: list[Any] = []
@@ -320,8 +316,8 @@ def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **option
     lanes: Any = cptransport_nccl.lanes
     watchdog: Any = cptransport_nccl.watchdog
     module.torch, lanes.torch, watchdog.torch = _Torch(), _PinnedTorch(), _PinnedTorch()
-    driver: Any = cptransport_nccl.driver
-    lanes.Communicator, lanes.void, driver._driver = Communicator, void, _Driver
+    lanes.Communicator, lanes.void, watchdog.write_value = Communicator, void, write_value
+    lanes.exclusive_stream, lanes.release_stream = Stream, lambda stream: None
     module.still_used = lanes.still_used = still_used
     world = current_world()
     assert world is not None
