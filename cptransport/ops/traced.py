@@ -125,6 +125,15 @@ class _Call:
         return self.op.likes(self.context, self.given, self.settings)
 
 
+def _edge(result: Tensor) -> GradientEdge:
+    """Where the gradient of a result enters; as long as that is kept, so is the graph behind it.
+
+    The node of a Python function owns nothing (before torch 2.13 it ends with the function's last
+    output), hence the view's: that owns the graph and keeps a shape, but no memory.
+    """
+    return get_gradient_edge(result.view_as(result))
+
+
 @torch.library.custom_op(
     "cptransport::op",
     mutates_args=(),
@@ -136,12 +145,12 @@ def _op(inputs: Sequence[Tensor], text: str) -> tuple[Tensor, Tensor, Tensor]:
     with _with_autograd(), torch.set_grad_enabled(bool(call.tracked)):
         absent = dict.fromkeys(call.absent)
         found = call.op.call(**leaves, **absent, cp_context=call.context, **call.settings)
-    output, final = found if isinstance(found, tuple) else (found, None)
-    results = [output] if final is None else [output, final]
+        output, final = found if isinstance(found, tuple) else (found, None)
+        results = [output] if final is None else [output, final]
+        edges = tuple(map(_edge, results)) if call.tracked else ()
     number = next(_numbers)
     ticket = torch.tensor(number, device="cpu")
     if call.tracked:
-        edges = tuple(map(get_gradient_edge, results))
         _kept[number] = _Kept(edges, {name: leaves[name] for name in call.tracked})
         weakref.finalize(ticket.untyped_storage(), _kept.pop, number, None)
     final = output.new_empty(0) if final is None else final
