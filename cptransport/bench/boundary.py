@@ -5,6 +5,12 @@ Modes: ``merge`` is the whole step; ``publish_fetch`` is its synchronisation and
 ``fold`` is its computation alone, the same exchange on recorded summaries. Eager times begin when
 the summaries are written; a captured step holds staging too (option ``region``). Beside every
 backend, on its ranks, the baseline: one all-gather of ``torch.distributed`` and the same fold.
+
+A captured row replays ten steps in a row (option ``steps``), and its samples are tenths: of a lone
+step the slowest rank's time would mostly be how far apart the ranks leave the barrier before it.
+Only that is shared out. Steps of different ranks do not slide past each other: over peers' memory
+every captured ``stage`` waits until all others have released the generation before, and an
+all-gather until all have entered it, so no rank is ever more than a step ahead.
 """
 
 from __future__ import annotations
@@ -189,9 +195,11 @@ def _subject(settings: Settings, variant: Variant, backend: str, world_size: int
     if variant.mode != "barrier":
         options["composition"] = variant.composition
         options["direction"] = variant.direction
-        whole = variant.timer == "graph_replay"
-        end = "received" if variant.mode == "publish_fetch" else "merged"
-        options["region"] = f"staged to {end}" if whole else f"written to {end}"
+        start, end = "written", "received" if variant.mode == "publish_fetch" else "merged"
+        if variant.timer == "graph_replay":
+            start = "staged and written" if variant.overwrites else "staged"
+            options["steps"] = settings.steps(variant.timer)
+        options["region"] = f"{start} to {end}"
         message = sum(part.nbytes for part in settings.parts(plan))
     return Subject(
         case="boundary",

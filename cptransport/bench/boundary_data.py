@@ -17,6 +17,9 @@ __all__ = ["Settings", "Variant", "expected_states", "summaries", "variants"]
 
 #: Tokens of every sequence per rank; summaries do not depend on it.
 _TOKENS = 64
+#: Steps in the graph of a captured row. Ranks leave the alignment, and graphs start, up to tens of
+#: microseconds apart, about what a step takes.
+_CAPTURED_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class Settings:
         offsets = [length * i for i in range(self.sequences + 1)]
         return build_plan(offsets, world_size=world_size, layout=self.layout)
 
+    def steps(self, timer: str) -> int:
+        """Return how many steps a timed part holds; with a cold cache one, later ones would find it warm."""
+        return _CAPTURED_STEPS if timer == "graph_replay" and not self.cold else 1
+
     def parts(self, plan: Plan) -> tuple[PartSpec, PartSpec]:
         """Return the parts of a summary, without routes."""
         n, dtype = plan.max_segments, getattr(torch, self.dtype)
@@ -79,6 +86,11 @@ class Variant:
     composition: str = ""
     direction: str = ""
     baseline: bool = False
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether a step overwrites what was written for it: a handoff finishes states in their place."""
+        return self.composition == "handoff"
 
 
 def variants(settings: Settings, device: str) -> list[Variant]:

@@ -92,27 +92,43 @@ def boundary_rank(ranks: Ranks, settings: Mapping[str, Any]) -> list[Outcome]:
 
 @dataclass(frozen=True)
 class _Work:
-    """One iteration of a variant.
+    """One step of a variant.
 
     Attributes:
         timed, align: as ``Body`` has them.
-        stage, write: before, opens the slot; puts in place what is sent. A captured iteration holds
-            the first alone: a kernel that computes summaries writes them where they are sent from.
+        stage: before; opens the slot and returns what it hands out.
+        write: puts what is sent into what ``stage`` returned.
+        overwrites: as ``Variant`` has it.
     """
 
     timed: Callable[[], object]
     align: Callable[[], object]
-    stage: Callable[[], object] = lambda: None
-    write: Callable[[], object] = lambda: None
+    stage: Callable[[], Any] = lambda: None
+    write: Callable[[Any], object] = lambda handed: None
+    overwrites: bool = False
 
     def body(self) -> Body:
         """Return an eager iteration."""
+        return Body(self.timed, lambda: self.write(self.stage()), self.align)
 
-        def prepare() -> None:
-            self.stage()
-            self.write()
+    def captured(self, steps: int) -> tuple[Body, Any]:
+        """Return an iteration of captured steps, and what the last of them returned.
 
-        return Body(self.timed, prepare, self.align)
+        What is sent is written now, once, into all that the steps staged: a kernel that computes
+        summaries writes them where they are sent from, at no cost of the step's. Only what a step
+        overwrites is written in every step.
+        """
+        if self.overwrites:
+            return captured(self.body(), steps)
+        handed: list[Any] = []
+        body = replace(self.body(), prepare=lambda: handed.append(self.stage()))
+        # Both buffers of captured generations have to exist: one that is made in the middle of a
+        # graph may lie where an earlier step keeps what it frees, and every replay would spoil it.
+        captured(body, 2)
+        body, result = captured(body, steps)
+        for one in handed[-steps:]:  # what came before them was not staged in this graph
+            self.write(one)
+        return body, result
 
 
 class _Boundary:
@@ -144,9 +160,9 @@ class _Boundary:
             except VerificationError as error:
                 outcome.error = f"verification failed: {error}"
             if variant.timer == "graph_replay":
-                body, result = captured(replace(body, prepare=work.stage))
-                work.write()
-                _once(body)
+                body, result = work.captured(self.settings.steps(variant.timer))
+                for _ in range(2):  # what one replay spoils, the next one sends
+                    _once(body)
                 try:
                     self._judge(variant, result)
                 except VerificationError as error:
@@ -212,19 +228,17 @@ class _Boundary:
             device=transport.device,
             composition=variant.composition,
         )
-        exchange: list[Exchange] = []
+        under_way: list[Exchange] = []
 
-        def stage() -> None:
-            exchange[:] = [begin(wire, self.plan, over, variant.direction)]
-
-        def write() -> None:
-            self._write(exchange[0])
+        def stage() -> Exchange:
+            under_way[:] = [begin(wire, self.plan, over, variant.direction)]
+            return under_way[0]
 
         def timed() -> Tensor:
-            exchange[0].publish()
-            return exchange[0].incoming()
+            under_way[0].publish()
+            return under_way[0].incoming()
 
-        return _Work(timed, self.transport.barrier, stage, write)
+        return _Work(timed, self.transport.barrier, stage, self._write, variant.overwrites)
 
     def _write(self, exchange: Exchange) -> None:
         for row, (index, need) in enumerate(zip(self.local, exchange.needs, strict=True)):
@@ -242,12 +256,11 @@ class _Boundary:
         )
         slot = Slot(f"bench.{direction}", moving)
         sends = step.ranks[self.transport.rank].sends
-        staged: dict[str, Tensor] = {}
 
-        def stage() -> None:
-            staged.update(self.transport.stage(slot))
+        def stage() -> Mapping[str, Tensor]:
+            return self.transport.stage(slot)
 
-        def write() -> None:
+        def write(staged: Mapping[str, Tensor]) -> None:
             for part in moving:
                 for row in sends[part.name]:
                     staged[part.name][row] = self.payload[self.local[row]][part.name]

@@ -2,9 +2,9 @@
 """Timers, and the loop that interleaves what is measured.
 
 A ``Body`` is one iteration: an untimed preparation, an alignment of the ranks, and the timed part.
-Every timer gives one sample in microseconds per iteration, on this rank; the maximum over ranks is
-taken later, per iteration. Iterations go round the bodies, one sample each, so that drift of the
-machine meets all of them alike.
+Every iteration gives one sample in microseconds on this rank: the time of the timed part by the
+steps that it holds. The maximum over ranks is taken later, per iteration. Iterations go round the
+bodies, one sample each, so that drift of the machine meets all of them alike.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class Body:
         prepare: done before, outside the time.
         align: makes ranks start together; on CUDA ordered on the stream.
         within: makes the context of an iteration, entered outside the time.
+        steps: how many steps the timed part holds; a sample is the time of one.
     """
 
     timed: Callable[[], object]
     prepare: Callable[[], object] = _nothing
     align: Callable[[], object] = _nothing
     within: Callable[[], AbstractContextManager[object]] = nullcontext
+    steps: int = 1
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,12 @@ class Budget:
 
 
 class Timer(Protocol):
-    """Takes one sample."""
+    """Takes the time of one iteration."""
 
     name: str
 
     def sample(self, body: Body) -> float:
-        """Run the body once and return how long its timed part took, in microseconds."""
+        """Run the body once and return how long its timed part took, all its steps, in microseconds."""
         ...
 
 
@@ -158,15 +160,17 @@ class Profiler:
         return float(sum(e.self_device_time_total for e in events))
 
 
-def captured(body: Body) -> tuple[Body, Any]:
+def captured(body: Body, steps: int = 1) -> tuple[Body, Any]:
     """Capture preparation and timed part of a body in one CUDA graph.
 
     Args:
-        body: has run eagerly before, twice at least.
+        body: of one step; has run eagerly before, twice at least. It runs once more here, before the
+            capture.
+        steps: how often both are captured in a row.
 
     Returns:
-        A body whose timed part replays the graph (the alignment stays eager), and what the timed part
-        returned while it was captured: tensors that every replay writes anew.
+        A body whose timed part replays the graph (the alignment stays eager), and what the last timed
+        part returned while it was captured: tensors that every replay writes anew.
     """
     cuda: Any = torch.cuda
     side = cuda.Stream()
@@ -178,9 +182,10 @@ def captured(body: Body) -> tuple[Body, Any]:
     graph = torch.cuda.CUDAGraph()
     # Threads that watch a communicator may ask for its events meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        body.prepare()
-        result = body.timed()
-    return replace(body, timed=graph.replay, prepare=_nothing), result
+        for _ in range(steps):
+            body.prepare()
+            result = body.timed()
+    return replace(body, timed=graph.replay, prepare=_nothing, steps=steps), result
 
 
 def launch_guard(device: str, world_size: int) -> str:
@@ -242,7 +247,7 @@ def _sample(one: Series, *, keep: bool, flush: Tensor | None) -> None:
         if flush is not None:
             flush.zero_()
         with one.body.within():
-            taken = one.timer.sample(one.body)
+            taken = one.timer.sample(one.body) / one.body.steps
     except Exception as error:
         one.error = f"{type(error).__name__}: {error}"
         one.samples_us.clear()
