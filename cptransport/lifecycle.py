@@ -48,6 +48,8 @@ class Lifecycle:
         self.name = name
         self.rank = control.rank
         self.world_size = control.world_size
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.control = control
         self.timeout_s = timeout_s

@@ -42,9 +42,13 @@ SCHEMA = "cptransport.soak/1"
 _EXIT = 23
 _LIMIT_S = 15.0
 _ENDLESS = 1 << 30
+#: How often a rank sleeps for long.
+_LONG_PAUSES = 0.01
 
 
-def _episode(ranks: Ranks, seed: int, rounds: int, victim: int) -> dict[str, float]:
+def _episode(
+    ranks: Ranks, seed: int, rounds: int, victim: int, long_pauses: float = _LONG_PAUSES
+) -> dict[str, float]:
     """Exchange for so many rounds, or until the victim's death ends it; returns what was checked."""
     transport = ranks.create(timeout_s=_LIMIT_S)
     counts: Counter[str] = Counter()
@@ -58,7 +62,7 @@ def _episode(ranks: Ranks, seed: int, rounds: int, victim: int) -> dict[str, flo
     try:
         for turn in range(rounds):
             start = time.monotonic()
-            _round(transport, ours, mine, numbers, seed + turn, counts)
+            _round(transport, ours, mine, numbers, seed + turn, counts, long_pauses)
     except (PeerFailedError, TransportTimeoutError):
         if victim < 0:
             raise
@@ -82,6 +86,7 @@ def _round(
     numbers: Counter[str],
     seed: int,
     counts: Counter[str],
+    long_pauses: float,
 ) -> None:
     size, me = transport.world_size, transport.rank
     name = ours.choice(("a", "b", "c", "d"))
@@ -101,7 +106,7 @@ def _round(
         chain = frozenset((r, r + 1) for r in range(size - 1))
         slot = Slot(name, (PartSpec("p", (ours.choice((1, 5000)),), torch.int64, chain),))
     fill(transport, slot, number)
-    _pause(mine)
+    _pause(mine, long_pauses)
     if kind != "chain" or me == 0 or not transport.capabilities.pairwise:
         transport.publish(slot)
     wanted = [
@@ -116,7 +121,7 @@ def _round(
             continue
         got = transport.fetch(slot, part.name, source=source)
         if mine.random() < 0.2:
-            _pause(mine)
+            _pause(mine, long_pauses)
         rows_moved = part.rows(source, me)
         for row in (None,) if rows_moved is None else rows_moved:
             assert_bytes(got, part, rank=source, slot=name, generation=number, row=row)
@@ -127,9 +132,9 @@ def _round(
     counts["generations"] += 1
 
 
-def _pause(chance: random.Random) -> None:
+def _pause(chance: random.Random, long_pauses: float) -> None:
     draw = chance.random()
-    if draw < 0.01:
+    if draw < long_pauses:
         time.sleep(chance.uniform(0.05, 0.2))
     elif draw < 0.2:
         time.sleep(chance.uniform(0.0, 0.004))

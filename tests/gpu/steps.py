@@ -173,7 +173,8 @@ def _capture(group: str, backend: str, ranks: int) -> Step:
 
 def _endurance(group: str, backend: str, ranks: int) -> Step:
     where = ("tests/gpu/test_endurance_gpu.py", "-k", f"{backend}-{ranks}]")
-    return Step(f"endurance {backend} {ranks}", group, where, 110, 240, mps=_daemon(backend))
+    # Daemons of their own would take turns on the GPU, and thousands of exchanges as many turns.
+    return Step(f"endurance {backend} {ranks}", group, where, 110, 240, mps=SHARED_DAEMON)
 
 
 def _warm(group: str) -> Step:

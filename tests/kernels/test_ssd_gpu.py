@@ -14,7 +14,7 @@ from cptransport.engines import LocalSegment, Need
 from cptransport.engines.torch import SSD_ENGINE as REFERENCE
 from cptransport.engines.triton import SSD_ENGINE
 from cptransport.plan import build_plan
-from cptransport.testing.numerics import rms_tolerance
+from cptransport.testing.numerics import relative_rms, rms_tolerance
 from cptransport_kernels.launch import count_launches
 
 pytestmark = pytest.mark.gpu
@@ -202,5 +202,6 @@ def test_more_elements_than_32_bits_count() -> None:
     finished = alone.forward(none)
     grads = alone.backward(finished, none).inputs
     near = [finished.output, *(grads[name] for name in ("x", "dt", "B", "C"))]
-    for a, b in zip(far, near, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    for name, a, b in zip(("y", "dx", "ddt", "dB", "dC"), far, near, strict=True):
+        # Their heads of a group go into other numbers of programs, so sums round elsewhere.
+        assert relative_rms(a, b) < rms_tolerance("output" if name == "y" else name), name
