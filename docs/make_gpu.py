@@ -196,9 +196,25 @@ def _cold(found: Documents) -> Iterator[Block]:
     yield _table("engine | nothing compiled, s# | compiled before, s# | limit, s# | commit", lines)
 
 
+def _delays(found: Documents) -> Iterator[Block]:
+    yield Text("Random slots, routes, orders and pauses; every payload was compared byte for byte.")
+    header = "backend | ranks# | exchanges# | wanted# | payloads# | bytes# | seconds# | commit"
+    lines = (
+        (
+            d["backend"],
+            d["world_size"],
+            *(f"{d[n]:,}" for n in ("generations", "wanted", "payloads")),
+        )
+        + (byte_size(d["bytes"]), d["seconds"], _commit(d))
+        for d in found.values()
+    )
+    yield _table(header, lines)
+
+
 #: Titles and makers of the parts of a page, by kind.
 PARTS = {"step": ("Steps", _steps), "conformance": ("Conformance", _conformance),
          "bench": ("Benches", _benches), "cold": ("Cold start", _cold),
+         "delays": ("Exchanges with random delays", _delays),
          "compositions": ("Compositions side by side", _compositions)}  # fmt: skip
 
 
