@@ -29,7 +29,7 @@ from cptransport.plugins import CORE, Origin, import_attribute, registered
 if TYPE_CHECKING:
     from cptransport.engines import Engine
 
-__all__ = ["ENGINES_GROUP", "broken_engines", "engine_names", "load_engine"]
+__all__ = ["ENGINES_GROUP", "broken_engines", "engine_names", "engine_variables", "load_engine"]
 
 ENGINES_GROUP = "cptransport.engines"
 
@@ -56,6 +56,10 @@ _METHODS = (
     "backward_local",
     "backward_finish",
 )
+
+
+#: Names of environment variables that engines which were loaded have of their own.
+_variables: dict[str, None] = {}
 
 
 @dataclass
@@ -87,6 +91,11 @@ def _is_there(module: str) -> bool:
 def broken_engines() -> tuple[str, ...]:
     """Return what is wrong with each plugin that does not load."""
     return tuple(str(error) for _, error in _plugins().broken)
+
+
+def engine_variables() -> tuple[str, ...]:
+    """Return the names of the environment variables that the engines loaded so far depend on."""
+    return tuple(_variables)
 
 
 def load_engine(op: str, name: str) -> Engine:
@@ -185,4 +194,5 @@ def _checked(origin: Origin, op: str | None = None) -> Engine:
         raise BackendContractError(f"engine {origin} lacks {', '.join(lacking)}")
     if op is not None and (engine.op, engine.name) != (op, origin.name):
         raise BackendContractError(f"engine {origin} calls itself {engine.name!r} for {engine.op}")
+    _variables.update(dict.fromkeys(getattr(engine, "variables", ())))
     return cast("Engine", engine)

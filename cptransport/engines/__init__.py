@@ -8,7 +8,8 @@ calls it in this order, with the exchange between the calls::
     backward_local  -> publish -> (receive) -> backward_finish
 
 An engine that has more than one way may have a method ``detail(facts) -> str`` too: how it computes
-such calls, for ``last_run()``.
+such calls, for ``last_run()``. One whose calls depend on environment variables of its own names these
+in ``variables``.
 
 Conventions shared by all engines:
 

@@ -29,12 +29,13 @@ def choose_engine(
     Raises:
         BackendNotFoundError: no engine of that name for the op.
         BackendLoadError: it is a broken plugin.
-        BackendUnavailableError: strict, and the named engine cannot serve; or no engine can.
+        BackendUnavailableError: strict, and the named engine cannot serve; or no engine can; or one
+            that would serve cannot as a variable of its own requires.
     """
     requested, _ = env.text(env.ENGINE, argument)
     passed: list[tuple[str, str]] = []
     if requested != "auto":
-        engine, reason = _candidate(requested, replace(facts, named=True))
+        engine, reason = _candidate(requested, replace(facts, named=True), BackendUnavailableError)
         if engine is not None:
             return engine, ()
         if getattr(transport, "strict", False):
@@ -47,10 +48,7 @@ def choose_engine(
     for name in automatic(facts, getattr(transport, "preferred_engine", None)):
         if name == requested:
             continue
-        try:
-            engine, reason = _candidate(name, facts)
-        except BackendError as error:
-            engine, reason = None, str(error)
+        engine, reason = _candidate(name, facts, BackendError)
         if engine is not None:
             return engine, tuple(passed)
         passed.append((name, reason))
@@ -59,11 +57,11 @@ def choose_engine(
     )
 
 
-def _candidate(name: str, facts: OpFacts) -> tuple[Engine | None, str]:
-    """Return the engine of that name, or None and why it cannot serve."""
+def _candidate(name: str, facts: OpFacts, passed: type[BackendError]) -> tuple[Engine | None, str]:
+    """Return the engine of that name, or None and why it cannot serve; ``passed`` if it does not load."""
     try:
         engine = registry.load_engine(facts.op, name)
-    except BackendUnavailableError as error:
+    except passed as error:
         return None, str(error)
     reason = engine.eligible(facts)
     return (engine, "") if reason is None else (None, reason)

@@ -13,6 +13,7 @@ from torch import Tensor
 from cptransport import env
 from cptransport.context import CPContext
 from cptransport.cost import Choice, choose, costs_of, predict
+from cptransport.engine_registry import engine_variables
 from cptransport.engines import KDAOptions, OpFacts, SSDOptions
 from cptransport.exchange import Wire
 from cptransport.ops.call import OpCall
@@ -31,7 +32,7 @@ class _Recorded(Protocol):
 
 _Call = TypeVar("_Call", bound=_Recorded)
 
-#: Variables, beside ``CULA_CP_CHECK``, that a call depends on.
+#: Variables, beside ``CULA_CP_CHECK`` and those of engines, that a call depends on.
 _READ = tuple(variable.name for variable in (env.ENGINE, env.COMPOSITION, env.OVERLAP))
 #: Signatures that one context remembers.
 _REMEMBERED = 256
@@ -67,7 +68,7 @@ def recall(
             torch.is_grad_enabled(),
             getattr(transport, "strict", False),
             getattr(transport, "preferred_engine", None),
-            *map(os.environ.get, _READ),
+            *map(os.environ.get, (*_READ, *engine_variables())),
             *[
                 None if t is None else (t.shape, t.dtype, t.device, t.requires_grad)
                 for t in tensors

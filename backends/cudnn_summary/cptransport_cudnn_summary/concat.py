@@ -118,7 +118,7 @@ def stack(
     """Lay gathered summaries side by side.
 
     A segment with fewer sources than others is padded with what changes nothing, (0, I). One
-    segment whose sources are the same row of successive ranks, densely gathered, costs no copy.
+    segment whose sources are the only row of successive ranks, densely gathered, costs no copy.
 
     Args:
         sources: per segment (rank, row) in travel order, possibly none.
@@ -147,7 +147,8 @@ def stack(
     if len(rows) == 1 and (tables := _dense(gathered, rows[0])):
         first, row = rows[0][0]
         run = slice(first, first + most)
-        return Stack(start, *(table[run, row : row + 1] for table in tables))
+        # A slice of slots of more than one row has gaps.
+        return Stack(start, *(table[run, row : row + 1].contiguous() for table in tables))
     # Pads stand where the composition begins: before all others in travel order.
     padded = [
         [*chain, *[None] * (most - len(chain))]

@@ -38,10 +38,10 @@ from cptransport.engines import (
     StateTable,
 )
 from cptransport.transport import PartSpec
-from cptransport_cudnn_summary import backward, forward
+from cptransport_cudnn_summary import BACKEND, backward, forward
 from cptransport_cudnn_summary.call import contract_of
 from cptransport_cudnn_summary.contract import Kind
-from cptransport_cudnn_summary.resolve import resolve
+from cptransport_cudnn_summary.resolve import insist, resolve
 
 __all__ = ["KDA_ENGINE", "CudnnKDA"]
 
@@ -57,12 +57,17 @@ class CudnnKDA:
     op = "kda"
     name = "cudnn"
     state_layout = "v_major"
+    variables = tuple(variable.name for variable in BACKEND.variables)
 
     def eligible(self, facts: OpFacts) -> str | None:
         """Serve what cuDNN was seen to serve here in both directions, with gates that are bounded.
 
         Gates that may be stronger than the kernels' range are declined, unless the caller named
         this engine and so answers for them.
+
+        Raises:
+            BackendUnavailableError: it would serve, but not as ``CULA_CP_CUDNN_CONCAT=require`` wants.
+            EnvVarError: one of the variables has no valid value.
         """
         if facts.op != "kda":
             return f"serves kda, not {facts.op}"
@@ -76,7 +81,10 @@ class CudnnKDA:
                 f"needs segments * B * HV <= {_GRID}, not {facts.max_segments} * {facts.batch} * "
                 f"{facts.value_heads}"
             )
-        return None if facts.named else _unbounded(options)
+        reason = None if facts.named else _unbounded(options)
+        if reason is None:
+            insist(resolved)
+        return reason
 
     def slot_parts(self, facts: OpFacts) -> tuple[PartSpec, ...]:
         """Give state ``[n * B, HV, V, K]`` and transition (its transpose) ``[n * B, HV, K, K]``."""

@@ -38,7 +38,7 @@ from cptransport_cudnn_summary.activation import Outside, Tokens
 from cptransport_cudnn_summary.concat import Stack, fault
 from cptransport_cudnn_summary.contract import Contract, Kind
 
-__all__ = ["resolve"]
+__all__ = ["insist", "resolve"]
 
 _trying = threading.RLock()
 #: Offsets of the sequences of a trial run: no multiple of a chunk, more than one chunk.
@@ -49,8 +49,6 @@ def resolve(kind: Kind) -> Contract | str:
     """Return how calls of a kind are made, or why cuDNN does not serve them.
 
     Raises:
-        BackendUnavailableError: ``CULA_CP_CUDNN_CONCAT=require`` and the API is absent or computes
-            something else.
         EnvVarError: one of the variables has no valid value.
 
     Stream: runs trials the first time, and waits for them.
@@ -62,10 +60,13 @@ def resolve(kind: Kind) -> Contract | str:
     except BackendUnavailableError as error:
         return str(error)
     with _trying:  # ranks may be threads
-        resolved = _resolve(kind, found, interior, concat)
-    if isinstance(resolved, Contract) and concat == "require" and resolved.binding is None:
-        raise BackendUnavailableError(f"CULA_CP_CUDNN_CONCAT=require, but {resolved.notes[-1]}")
-    return resolved
+        return _resolve(kind, found, interior, concat)
+
+
+def insist(contract: Contract) -> None:
+    """Raise BackendUnavailableError where ``CULA_CP_CUDNN_CONCAT=require`` and the API is absent or wrong."""
+    if contract.binding is None and library.setting("CULA_CP_CUDNN_CONCAT") == "require":
+        raise BackendUnavailableError(f"CULA_CP_CUDNN_CONCAT=require, but {contract.notes[-1]}")
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +140,7 @@ def _finished(trial: _Trial, interior: str, concat: str) -> Contract | str:
     if wrong is not None:
         notes.append(f"summaries composed outside cuDNN; concatenated-summary API refused: {wrong}")
         return replace(way, notes=tuple(notes))
-    notes.append(f"summaries composed inside cuDNN ({binding})")
+    notes.append(f"summaries that are gathered are composed inside cuDNN ({binding})")
     return replace(native, notes=tuple(notes))
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from cptransport import last_run
 from cptransport.errors import BackendUnavailableError
+from cptransport.testing import RankPool
 from cptransport.testing.op_cases import OpCase, OpSpec
 from cptransport.testing.op_oracle import check
-from cptransport.testing.op_rank import RankRun, run_threads
+from cptransport.testing.op_rank import RankCall, RankRun, run_rank, run_specs, run_threads
 from cptransport.transport import Gathered
+from cptransport.transports import loopback, threads
 from cptransport_cudnn_summary import BACKEND, library
 from cptransport_cudnn_summary.concat import Binding, stack
 
@@ -28,7 +31,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def run(**changes: Any) -> list[RankRun]:
+def spec_of(**changes: Any) -> OpSpec:
     spec = OpSpec(
         "kda",
         [0, 30, 90],
@@ -41,7 +44,11 @@ def run(**changes: Any) -> list[RankRun]:
         engine="cudnn",
         optional=("initial_state",),
     )
-    case = OpCase.of(spec.with_(**changes))
+    return spec.with_(**changes)
+
+
+def run(**changes: Any) -> list[RankRun]:
+    case = OpCase.of(spec_of(**changes))
     runs = run_threads(case)
     check(case, runs)
     return runs
@@ -72,13 +79,38 @@ def test_it_composes_what_was_gathered(
 ) -> None:
     fake = use("concatenated")
     runs = run(**changes)
-    said = "summaries composed inside cuDNN (forward preceding_state_update, preceding_transition; "
-    assert said + "backward following_state_update, following_transition)" in detail(runs)
+    said = (
+        "summaries that are gathered are composed inside cuDNN (forward preceding_state_update, "
+        "preceding_transition; backward following_state_update, following_transition)"
+    )
+    assert said in detail(runs)
     checks = 2  # of itself, once
     found = fake.calls["composed"] - checks
     assert found == composed if composed is not None else found > 2
     run(**changes)
     assert fake.calls["composed"] - checks == 2 * found, "the check runs once"
+
+
+@pytest.mark.usefixtures("stand_in_for_nccl")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cu_seqlens": [0, 40]},
+        # Slots of two rows, of which a chain fills one: the workspace's slices have gaps.
+        {"cu_seqlens": [0, 80, 90]},
+        {"cu_seqlens": [0, 90], "layout": "zigzag", "overlap": True},
+        {"cu_seqlens": [0, 40], "batch": 2},
+    ],
+    ids=["one", "two", "zigzag", "dense"],
+)
+def test_it_composes_in_the_workspace_of_the_transport(changes: dict[str, Any], use: Use) -> None:
+    """Its partner: all summaries are gathered densely, and arrive as the ops take them."""
+    fake = use("concatenated")
+    spec = spec_of(composition="gather", **changes)
+    with RankPool("fake_dense_nccl:BACKEND", spec.world_size, processes=False) as pool:
+        runs = [rank[0] for rank in pool.run(run_specs, specs=[spec.to_json()])]
+    check(OpCase.of(spec), runs, exact_bytes=False)
+    assert fake.calls["composed"] > 2
 
 
 def test_absent_it_is_composed_outside(use: Use) -> None:
@@ -131,6 +163,44 @@ def test_require(changes: dict[str, Any] | None, use: Use, monkeypatch: pytest.M
         run()
 
 
+def test_require_is_not_passed_over_by_the_automatic_choice(
+    use: Use, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a call that the engine declines anyhow goes to another one."""
+    monkeypatch.setenv(VARIABLE, "require")
+    use("concatenated", fault="order")
+    bounded, unbounded = (
+        OpCase.of(spec_of(options={"use_gate_in_kernel": True, **more}, engine=None, optional=()))
+        for more in ({"lower_bound": -5.0}, {})
+    )
+
+    def step(transport: Any, case: OpCase) -> RankRun:
+        transport.preferred_engine = "cudnn"
+        return run_rank(transport, case)
+
+    with pytest.raises(BackendUnavailableError, match="CULA_CP_CUDNN_CONCAT=require, but"):
+        threads.run(lambda transport: step(transport, bounded), 4, 30.0)
+    ran = threads.run(lambda transport: step(transport, unbounded), 4, 30.0)[0].record
+    assert ran is not None
+    assert ran.engine == "torch"
+    assert dict(ran.reasons)["cudnn"].startswith("its kernels need a gate above")
+
+
+def test_a_context_follows_the_variable(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``last_run()`` says is what ran, also where the context has seen such a call before."""
+    fake = use("concatenated")
+    case = OpCase.of(spec_of(world_size=1))
+    with loopback.BACKEND.create(None, torch.device("cpu"), 30.0) as transport:
+        call = RankCall(transport, case)
+        for value, said in (("auto", "inside cuDNN"), ("off", "API: off"), ("auto", "inside")):
+            monkeypatch.setenv(VARIABLE, value)
+            call.forward()
+            record = last_run()
+            assert record is not None
+            assert said in record.detail
+    assert fake.calls["composed"] == 2, "the check of itself, once"
+
+
 def test_the_variable_is_the_backends() -> None:
     (declared,) = (each for each in BACKEND.variables if each.name == VARIABLE)
     assert (declared.default, declared.values) == ("auto", ("auto", "require", "off"))
@@ -168,6 +238,16 @@ def test_dense_summaries_of_a_run_of_ranks_are_taken_in_place() -> None:
     back = stack([[(3, 0), (2, 0), (1, 0)]], found, seed, 3, reverse=True)
     assert torch.equal(back.start[0], tables["state"][3, 0])
     assert back.state.data_ptr() == tables["state"][1].data_ptr()
+
+
+def test_slices_of_wider_slots_are_copied() -> None:
+    """cuDNN's kernels take contiguous tensors."""
+    found, tables = gathered(4, 2, dense=True)
+    made = stack([[(0, 1), (1, 1), (2, 1)]], found, torch.zeros(1, 2, 5, 3), 3, reverse=False)
+    for name in ("state", "transition"):
+        value = getattr(made, name)
+        assert value.is_contiguous()
+        assert torch.equal(value, tables[name][1:3, 1:2])
 
 
 @pytest.mark.parametrize("reverse", [False, True])
