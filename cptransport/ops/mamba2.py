@@ -264,6 +264,16 @@ def check_chunk_size(chunk_size: object) -> int:
     return chunk_size
 
 
+def _check_dt_limit(dt_limit: object) -> tuple[float, float]:
+    try:
+        low, high = map(float, dt_limit)  # type: ignore[call-overload]
+    except (TypeError, ValueError):
+        low, high = 1.0, 0.0
+    if not low <= high:
+        raise OpInputError(f"dt_limit must be (low, high) with low <= high, got {dt_limit!r}")
+    return low, high
+
+
 def prepare_scan(
     given: ScanInputs,
     context: CPContext,
@@ -278,7 +288,7 @@ def prepare_scan(
 ) -> tuple[OpCall, str]:
     """Check a call and choose what runs it; see ``agree``."""
     refuse_upstream("mamba_chunk_scan_combined", upstream, _UPSTREAM)
-    settings = _Settings(chunk_size, dt_softplus, tuple(dt_limit), engine, final)
+    settings = _Settings(chunk_size, dt_softplus, _check_dt_limit(dt_limit), engine, final)
     return recall(
         context,
         "mamba_chunk_scan_combined",
@@ -291,18 +301,15 @@ def prepare_scan(
 class _Settings(NamedTuple):
     chunk_size: int
     dt_softplus: bool
-    dt_limit: tuple[float, ...]
+    dt_limit: tuple[float, float]
     engine: str | None
     final: bool
 
 
 def _make(given: ScanInputs, context: CPContext, settings: _Settings) -> tuple[OpCall, str]:
     """Make a call of a signature that the context has not seen."""
-    chunk_size, dt_softplus, dt_limit, engine, final = settings
+    chunk_size, dt_softplus, (low, high), engine, final = settings
     check_chunk_size(chunk_size)
-    low, high = (float(bound) for bound in dt_limit)
-    if not low <= high:
-        raise OpInputError(f"dt_limit must be (low, high) with low <= high, got {dt_limit}")
     check_shape("x", given.x, (None, None, None, None), "[B, T, nheads, headdim]")
     states = check_batch("x", given.x, context)
     batch, length, nheads, headdim = given.x.shape

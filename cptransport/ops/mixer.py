@@ -40,6 +40,7 @@ _UPSTREAM = {
     "norm_before_gate": "apply the gated norm outside",
     "outproj_weight": "apply the output projection outside",
     "outproj_bias": "apply the output projection outside",
+    "state_dtype": "states are fp32 (fp64 for fp64 inputs)",
 }
 
 
@@ -206,6 +207,9 @@ def _prepare(
 
 def _sizes(given: Mixer) -> MixerSizes:
     """Return the sizes that ``D`` and the convolution's channels imply."""
+    for name, size in (("headdim", given.sizes.headdim), ("ngroups", given.sizes.ngroups)):
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise OpInputError(f"{name} must be an int, got {size!r}")
     words = "[B, T, 2 nheads headdim + 2 ngroups dstate + nheads]"
     check_shape("zxbcdt", given.zxbcdt, (None, None, None), words)
     if not isinstance(given.D, Tensor) or given.D.dim() not in (1, 2):

@@ -276,8 +276,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"chunk_size": 48}, OpInputError, "power of two"),
     ({"activation": "relu"}, OpInputError, "activation must be"),
     ({"dt_limit": (1.0, 0.5)}, OpInputError, "dt_limit"),
+    ({"dt_limit": (0.0, 1.0, 2.0)}, OpInputError, "dt_limit must be"),
+    ({"dt_limit": None}, OpInputError, "dt_limit must be"),
+    ({"dt_limit": ("low", 1.0)}, OpInputError, "dt_limit must be"),
     ({"ngroups": 4}, OpInputError, "multiple of ngroups"),
     ({"ngroups": 5}, OpInputError, "channels"),
+    ({"ngroups": 2.0}, OpInputError, "ngroups must be an int"),
+    ({"ngroups": None}, OpInputError, "ngroups must be an int"),
+    ({"headdim": "12"}, OpInputError, "headdim must be an int"),
     ({"zxbcdt": torch.zeros(1, 12, 110)}, OpInputError, "zxbcdt"),
     ({"A": torch.ones(6, dtype=torch.int64)}, OpInputError, "A must be bfloat16"),
     ({"engine": "no-such-engine"}, BackendError, "no-such-engine"),
@@ -294,7 +300,7 @@ def test_mistakes_are_seen_before_tokens_move(
         assert re.search(words, str(error)), error
 
 
-UPSTREAM = ("seq_idx", "rmsnorm_weight", "outproj_weight", "outproj_bias")
+UPSTREAM = ("seq_idx", "rmsnorm_weight", "outproj_weight", "outproj_bias", "state_dtype")
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
@@ -306,7 +312,7 @@ def test_upstream_arguments_are_refused_by_name(mode: str, name: str) -> None:
 
 
 def test_state_dtype_is_refused_by_name() -> None:
-    """Of the scan; the mixer core does not know it upstream either."""
+    """Of the scan too."""
 
     def body(transport: Transport) -> None:
         x = torch.zeros(1, CASE.plan.for_rank(transport.rank).num_tokens, 2, 4)
