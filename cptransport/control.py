@@ -122,6 +122,7 @@ class ControlPlane:
         self.timeout_s = timeout_s
         self.step = 0
         self.staged = False  # did this rank stage anything in the current step
+        self.compared: set[tuple[str, str]] = set()  # kinds of calls and engines, once compared
         self._records: dict[tuple[int, int], _Record] = {}
         self._read = 0  # records counted so far
         self._unread: list[int] = []  # of these, not seen yet

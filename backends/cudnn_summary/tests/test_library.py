@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,15 @@ import torch
 
 from cptransport.cli import doctor
 from cptransport.engine_registry import load_engine
-from cptransport.errors import BackendFallbackWarning, BackendUnavailableError, EnvVarError
+from cptransport.errors import (
+    BackendFallbackWarning,
+    BackendUnavailableError,
+    CPTransportError,
+    EnvVarError,
+)
 from cptransport.testing.op_cases import OpCase, OpSpec
-from cptransport.testing.op_rank import run_threads
+from cptransport.testing.op_rank import run_rank, run_threads
+from cptransport.transports import threads
 from cptransport_cudnn_summary import BACKEND, library
 
 INSTALL = "needs nvidia-cudnn-frontend >= 1.32.0: pip install 'cptransport-cudnn-summary[cu13]'"
@@ -146,6 +153,41 @@ def test_asked_for_by_name_it_is_an_error_or_a_warning(
         runs = call(seed=1)
     assert runs[0].record.engine == "torch"
     assert ("cudnn", "nvidia-cudnn-frontend 9.9.9 is too old") in runs[0].record.reasons
+
+
+@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.filterwarnings("ignore::cptransport.errors.BackendFallbackWarning")
+def test_ranks_whose_machines_differ(
+    use: Any, monkeypatch: pytest.MonkeyPatch, strict: str
+) -> None:
+    """Without cuDNN on one of them: an error, not states that are read in another layout."""
+    fake = use("hopper")
+    here = threading.local()
+
+    def find() -> Any:
+        if here.rank == 1:
+            raise BackendUnavailableError("nvidia-cudnn-frontend is not installed")
+        return fake.library
+
+    monkeypatch.setattr(library, "find", find)
+    monkeypatch.setenv("CULA_CP_STRICT", strict)
+    spec = OpSpec("kda", [0, 20], world_size=3, heads=1, value_heads=1, key_dim=4, value_dim=4)
+    case = OpCase.of(spec.with_(engine="cudnn", dtype="float64"))
+    told: list[str] = []
+
+    def step(transport: Any) -> None:
+        here.rank = transport.rank
+        try:
+            run_rank(transport, case)
+        except CPTransportError as error:
+            told.append(f"{type(error).__name__} {error}")
+            raise
+
+    with pytest.raises(CPTransportError):
+        threads.run(step, 3, 20.0)
+    assert len(told) == 3
+    words = "rank 1 by torch (cudnn: nvidia" if strict == "0" else "cannot serve kda: nvidia"
+    assert any(words in text for text in told)
 
 
 def test_doctor_says_what_is_there(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
