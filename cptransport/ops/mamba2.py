@@ -346,7 +346,7 @@ def _make(given: ScanInputs, context: CPContext, settings: _Settings) -> tuple[O
         x, dt, a, b, c, d, z, dt_bias = tensors
         return SSDInputs(x, dt, a, b, c, d, z, dt_bias, seed, options)
 
-    return make_call(
+    call, text = make_call(
         "mamba_chunk_scan_combined",
         "ssd",
         context,
@@ -361,6 +361,7 @@ def _make(given: ScanInputs, context: CPContext, settings: _Settings) -> tuple[O
         engine=engine,
         final=final,
     )
+    return call, f"{text}; D {None if given.D is None else list(given.D.shape)}"
 
 
 def _like(

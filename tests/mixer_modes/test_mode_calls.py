@@ -365,6 +365,7 @@ def test_the_check_compares_modes_and_inputs(mode: str, monkeypatch: pytest.Monk
         {"initial_states": None},
         {"dt_limit": (0.0, 1.0)},
         {"conv1d_bias": None},
+        {"D": torch.ones(6, 12, dtype=torch.float64)},
         {"A": CASE.parameters["A"].clone().requires_grad_()},
         {"zxbcdt": torch.zeros(1, 3, 1)},
     ]
