@@ -6,7 +6,8 @@
     compute-sanitizer --tool memcheck --error-exitcode 9 python tests/gpu/sanitized.py kda
 
 Every tensor is an allocation of its own, so that an access beyond it is one beyond memory; results
-are compared with the torch engine in fp64, so that a run that computed nothing is not clean.
+are compared with the torch engine in fp64, so that a run that computed nothing is not clean. Four ranks,
+threads of this process, run summaries, folds and cut segments; they are compared with the unsharded op.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
 
 import torch
 
+from cptransport.bench import mamba2
+from cptransport.bench.kda_op import KDAShape, kda_layer
+from cptransport.bench.layer_stage import Setup, Stage, asking
 from cptransport.context import CPContext
 from cptransport.plan import build_plan
 from cptransport.testing.numerics import TOLERANCES, relative_error
@@ -54,6 +58,11 @@ SPECS = {
         for width in (2, 4, 7)
     ],
 }
+#: Long enough for a GPU to cut a rank's segment.
+LAYERS = {
+    "kda": kda_layer(KDAShape(300, 1, 2, 64, 32, -0.5)),
+    "ssd": mamba2.layer(mamba2.Shape(300, 2, 1, 32, 32, 32)),
+}
 
 
 def run(spec: OpSpec, dtype: str, device: torch.device, engine: str | None) -> list[torch.Tensor]:
@@ -72,6 +81,18 @@ def run(spec: OpSpec, dtype: str, device: torch.device, engine: str | None) -> l
     return [output.detach(), final.detach(), *found]
 
 
+def among_others(op: str, engine: str) -> list[str]:
+    """Return what was wrong on four ranks, by composition."""
+    stage = Stage(LAYERS[op], Setup(4, "float32", 0, 60.0), DEVICE)
+    wrong = []
+    for composition in ("gather", "scan"):
+        with asking(overlap=False, composition=composition):
+            failed = stage.own(engine, [False])[0].failed
+        print(f"{op} of 4 ranks, {composition}: {failed or 'as unsharded'}")
+        wrong += [failed] if failed else []
+    return wrong
+
+
 def main(op: str) -> int:
     """Run an op's calls; return 1 if a result is wrong."""
     wrong = 0
@@ -83,6 +104,8 @@ def main(op: str) -> int:
         worst = max(relative_error(a, b) for a, b in zip(found, right, strict=True))
         print(f"{op} {spec.dtype}: largest relative error {worst:.1e}, limit {limit:.0e}")
         wrong += not worst <= limit
+    if op in LAYERS:
+        wrong += len(among_others(op, engine or "torch"))
     return int(wrong > 0)
 
 

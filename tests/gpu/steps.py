@@ -400,7 +400,14 @@ def _times() -> list[Step]:
         _kda("bench kda 1024x8", ["1024x8"], both, ["fla", "cudnn"]),
         _kda("bench kda long", ["8192x32", "65536x4"], both, ["cudnn"]),
         *(
-            _mixer("C", ranks, [f"{4096 // ranks}x{heads}"], small=heads == 32, backend="cupy_ipc")
+            # Two lengths, for what grows with them.
+            _mixer(
+                "C",
+                ranks,
+                [f"{length // ranks}x{heads}" for length in (4096, 8192)],
+                small=heads == 32,
+                backend="cupy_ipc",
+            )
             for ranks in (2, 4)
             for heads in (64, 32)
         ),
