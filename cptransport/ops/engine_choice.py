@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which engine computes an op call: a function of facts that every rank knows alike.
 
-An engine may also ask what its machine has, as ``cudnn`` does, and machines may differ. Slots have the
+An engine may also ask what its machine has, and machines may differ. Slots have the
 engine's layout, and a state that is read in another one is wrong without a word; so ranks compare
 which engine they took, see ``_compare``.
 """
