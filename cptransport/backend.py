@@ -17,6 +17,7 @@ from cptransport.cuda_driver import (
     allocation_start,
     exclusive_stream,
     release_stream,
+    with_index,
     write_value,
 )
 from cptransport.errors import BackendContractError
@@ -41,6 +42,7 @@ __all__ = [
     "exclusive_stream",
     "group_store",
     "release_stream",
+    "with_index",
     "write_value",
 ]
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What transports need of the CUDA driver and torch has no name for."""
+"""What transports need of CUDA and torch has no name for, most of it the driver's."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "exclusive_stream",
     "relaxed_capture",
     "release_stream",
+    "with_index",
     "write_value",
 ]
 
@@ -48,6 +49,13 @@ def _call(name: str, *args: Any) -> None:
         raise RuntimeError(f"{name} failed with CUDA error {code}")
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return a device with its index: that of the current one where a CUDA device has none."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def exclusive_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream that nobody else has.
 
@@ -57,7 +65,7 @@ def exclusive_stream(device: torch.device) -> torch.cuda.Stream:
     Args:
         device: with an index.
     """
-    if _idle[device]:
+    with suppress(IndexError):
         return _idle[device].pop()
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
@@ -68,12 +76,13 @@ def exclusive_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def release_stream(stream: torch.cuda.Stream) -> None:
-    """Let another owner have a stream; one that still has work is never used again.
+    """Let another owner have a stream; one that still has work, or has failed, is never used again.
 
     None is destroyed: torch may yet wait for what was on it.
     """
-    if stream.query():
-        _idle[stream.device].append(stream)
+    with suppress(RuntimeError):  # the device's, which this is no place to report
+        if stream.query():
+            _idle[stream.device].append(stream)
 
 
 @contextmanager

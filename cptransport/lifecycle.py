@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cptransport.control import ControlPlane, wait_until
+from cptransport.cuda_driver import with_index
 from cptransport.errors import (
     CapabilityError,
     GenerationError,
@@ -48,9 +49,7 @@ class Lifecycle:
         self.name = name
         self.rank = control.rank
         self.world_size = control.world_size
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
+        self.device = with_index(device)
         self.control = control
         self.timeout_s = timeout_s
         self._waited_s = 0.0

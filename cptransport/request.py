@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from cptransport import env, registry
 from cptransport.agreement import Ranks
+from cptransport.cuda_driver import with_index
 from cptransport.errors import BackendError, BackendNotFoundError
 from cptransport.transport import TRANSPORT_API_VERSION
 
@@ -106,12 +107,12 @@ def device_of(ranks: Ranks, device: torch.device | str | int | None) -> torch.de
         raise BackendError(f"device {device!r} is not valid: {error}") from error
     if found.type != "cuda" or not torch.cuda.is_available():
         return found
-    index = torch.cuda.current_device() if found.index is None else found.index
-    if not 0 <= index < torch.cuda.device_count():  # torch wraps large ones into the negative
+    found = with_index(found)
+    if not 0 <= found.index < torch.cuda.device_count():  # torch wraps large ones into the negative
         raise BackendError(
             f"device {device!r}: torch sees {torch.cuda.device_count()} CUDA devices"
         )
-    return torch.device("cuda", index)
+    return found
 
 
 def _has_cuda_backend(group: Any) -> bool:

@@ -49,6 +49,16 @@ def _place(row, i_b, i_h, B, HV, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def _task(p_rows, B, V: tl.constexpr, BC: tl.constexpr):
+    """What a program folds: columns, row, batch row and head; how many steps; the row of the result."""
+    NC: tl.constexpr = V // BC
+    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
+    i_r = tl.program_id(0) // NC // B
+    i_b = tl.program_id(0) // NC % B
+    return o_c, i_r, i_b, tl.program_id(1), tl.load(p_rows + i_r * 2), tl.load(p_rows + i_r * 2 + 1)
+
+
+@triton.jit
 def _look_up(
     p_state,
     p_transition,
@@ -99,19 +109,13 @@ def fold_kernel(
     """Fold BC columns of one destination row's head; X stays in registers, and M passes through them."""
     SK: tl.constexpr = 1 if V_MAJOR else V
     SV: tl.constexpr = K if V_MAJOR else 1
-    NC: tl.constexpr = V // BC
+    o_c, i_r, i_b, i_h, n, result = _task(p_rows, B, V, BC)
     o_k = tl.arange(0, K)
-    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
     o_x = o_k[:, None] * SK + o_c[None, :] * SV
     if TRANSPOSED != V_MAJOR:  # noqa: SIM108  # a V-major table holds the transpose
         o_m = o_k[None, :] * K + o_k[:, None]
     else:
         o_m = o_k[:, None] * K + o_k[None, :]
-    i_r = tl.program_id(0) // NC // B
-    i_b = tl.program_id(0) // NC % B
-    i_h = tl.program_id(1)
-    n = tl.load(p_rows + i_r * 2)
-    result = tl.load(p_rows + i_r * 2 + 1)
     if p_start is not None:
         b_x = tl.load(p_start + _place(i_r, i_b, i_h, B, HV, K, V) + o_x)
     else:
@@ -177,13 +181,7 @@ def fold_wide_kernel(
     """The same where M is too large for registers: blocks of BR rows, and X in one of two scratches."""
     SK: tl.constexpr = 1 if V_MAJOR else V
     SV: tl.constexpr = K if V_MAJOR else 1
-    NC: tl.constexpr = V // BC
-    o_c = tl.program_id(0) % NC * BC + tl.arange(0, BC)
-    i_r = tl.program_id(0) // NC // B
-    i_b = tl.program_id(0) // NC % B
-    i_h = tl.program_id(1)
-    n = tl.load(p_rows + i_r * 2)
-    result = tl.load(p_rows + i_r * 2 + 1)
+    o_c, i_r, i_b, i_h, n, result = _task(p_rows, B, V, BC)
     p_a = p_scratch + _place(i_r, i_b, i_h, B, HV, K, V)
     p_b = p_scratch + _place(R + i_r, i_b, i_h, B, HV, K, V)
     p_x = p_a

@@ -50,7 +50,7 @@ class IpcMemory:
                 start = allocation_start(address)
                 handle = runtime.ipcGetMemHandle(address)
             mine = json.dumps([bytes(handle).hex(), address - start, ""])
-        except (RuntimeError, TransportError) as error:
+        except RuntimeError as error:
             mine = json.dumps(["", 0, f"{size} bytes: {error}"])
         offers = [json.loads(text) for text in self._control.exchange(mine, "CUDA IPC handles")]
         self._agree([failure for _, _, failure in offers], address)

@@ -13,7 +13,13 @@ import torch
 import torch.distributed as dist
 from cupy.cuda import runtime
 
-from cptransport.backend import MAX_RANKS, ControlPlane, OneSidedTransport, group_store
+from cptransport.backend import (
+    MAX_RANKS,
+    ControlPlane,
+    OneSidedTransport,
+    group_store,
+    with_index,
+)
 from cptransport.errors import BackendUnavailableError, TransportError
 from cptransport_cupy_ipc import CAPABILITIES
 from cptransport_cupy_ipc.memory import IpcMemory
@@ -28,9 +34,7 @@ def create(group: Any, device: Any, timeout_s: float, **options: Any) -> OneSide
         BackendUnavailableError: alike on all ranks: they are on different hosts, some GPU has no peer
             access or is hidden, torch uses expandable segments, too many ranks, or no memory.
     """
-    device = torch.device(device)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(torch.device(device))
     torch.cuda.init()
     torch.cuda.synchronize(device)
     control = ControlPlane(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cptransport.backend import ControlPlane, group_store
+from cptransport.backend import ControlPlane, group_store, with_index
 from cptransport.errors import BackendUnavailableError, PeerFailedError
 from cptransport_nccl.lanes import CONNECT_S
 from cptransport_nccl.library import NcclError, unique_id
@@ -36,9 +36,7 @@ def create(
     Raises:
         BackendUnavailableError: two ranks share a GPU, or NCCL cannot connect them.
     """
-    device = torch.device(device)
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(torch.device(device))
     torch.cuda.init()
     # Until all have connected, ranks wait for what the machines take, not for each other's data.
     patience_s = max(timeout_s, CONNECT_S)

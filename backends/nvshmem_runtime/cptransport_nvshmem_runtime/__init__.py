@@ -11,7 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cptransport.backend import MAX_RANKS, ControlPlane, OneSidedTransport, group_store
+from cptransport.backend import (
+    MAX_RANKS,
+    ControlPlane,
+    OneSidedTransport,
+    group_store,
+    with_index,
+)
 from cptransport.errors import BackendUnavailableError, TransportError
 from cptransport.transport import Capabilities
 from cptransport_nvshmem_runtime.library import load_library
@@ -124,8 +130,7 @@ def create(
         raise BackendUnavailableError(reason)
     from cptransport_nvshmem_runtime.runtime import acquire
 
-    if device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = with_index(device)
     world_size = dist.get_world_size(group)
     if world_size > MAX_RANKS:
         raise BackendUnavailableError(f"serves up to {MAX_RANKS} ranks, the group has {world_size}")
