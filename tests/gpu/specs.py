@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BOUNDED = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True, "safe_gate": True}
 WIDE = {"key_dim": 128, "value_dim": 128}
 BFLOAT16 = {"dtype": "bfloat16", "gate_dtype": "float32"}
+LAYOUTS = ("contiguous", "zigzag")
 #: Mamba2 as it is trained: power-of-two sizes, several heads to a group.
 CORE = {"heads": 2, "value_heads": 4, "key_dim": 64, "value_dim": 64}
 
@@ -58,16 +59,29 @@ SPECS = {
     "ssd-triton-scan": spec_of("ssd", engine="triton", composition="scan", **CORE, **BFLOAT16),
     "mixer-triton-bf16": spec_of("mixer", engine="triton", **CORE, **BFLOAT16),
     **{
-        f"kda-cudnn{bound:g}-{layout}": spec_of(
+        f"kda-cudnn-bound-{layout}": spec_of(
             "kda",
             engine="cudnn",
             layout=layout,
-            options={**BOUNDED, "lower_bound": bound},
+            options={**BOUNDED, "lower_bound": -5.0},
             **WIDE,
             **BFLOAT16,
         )
-        for bound in (-0.02, -5.0)
-        for layout in ("contiguous", "zigzag")
+        for layout in LAYOUTS
+    },
+    **{
+        f"kda-cudnn{gate:g}-{layout}": spec_of(
+            "kda",
+            engine="cudnn",
+            layout=layout,
+            optional=("initial_state",),
+            options={},
+            gate=gate,
+            **WIDE,
+            **BFLOAT16,
+        )
+        for gate in (-0.01, -1.0, -5.0)
+        for layout in LAYOUTS
     },
 }
 

@@ -174,7 +174,7 @@ def _capture(group: str, backend: str, ranks: int) -> Step:
 def _endurance(group: str, backend: str, ranks: int) -> Step:
     where = ("tests/gpu/test_endurance_gpu.py", "-k", f"{backend}-{ranks}]")
     # Daemons of their own would take turns on the GPU, and thousands of exchanges as many turns.
-    return Step(f"endurance {backend} {ranks}", group, where, 200, 330, mps=SHARED_DAEMON)
+    return Step(f"endurance {backend} {ranks}", group, where, 300, 540, mps=SHARED_DAEMON)
 
 
 def _warm(group: str) -> Step:

@@ -23,7 +23,7 @@ NAMES = [
     "kda-triton-bf16",
     "kda-triton-scan",
     "kda-triton-handoff",
-    "kda-cudnn-5-contiguous",
+    "kda-cudnn-bound-contiguous",
     "ssd-triton-bf16",
 ]
 

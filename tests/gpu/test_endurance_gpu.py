@@ -17,7 +17,7 @@ from cptransport.testing.soak import _episode
 pytestmark = pytest.mark.gpu
 
 #: Exchanges that are wanted, and the seconds after which no further episode begins.
-EXCHANGES, LIMIT_S = (200, 20.0) if rig.REHEARSAL else (20_000, 200.0)
+EXCHANGES, LIMIT_S = (200, 20.0) if rig.REHEARSAL else (20_000, 360.0)
 #: Fewer than this in that time would show nothing.
 FEWEST = EXCHANGES // 10
 EPISODE = 100 if rig.REHEARSAL else 1000
