@@ -152,6 +152,13 @@ class _Alone(ControlPlane):
         """Return the value as everybody's."""
         return [value] * self.world_size
 
+    def note(self, key: str, value: str) -> None:
+        """Leave no note: there is nobody to read it."""
+
+    def notes(self, key: str) -> list[str]:
+        """Find nobody's note."""
+        return [""] * self.world_size
+
 
 class RecordedTransport(TransportBase):
     """Replay a recording as if all peers had published long ago; see the module docstring.

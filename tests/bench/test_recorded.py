@@ -192,7 +192,10 @@ def test_checks_between_ranks_pass_without_peers(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CULA_CP_CHECK", "1")
     step = step_of("kda", "contiguous")
     results, recordings = record(step, WORLD_SIZE)
-    assert_same_bits(step(RecordedTransport(recordings[2])), results[2])
+    alone = RecordedTransport(recordings[2])
+    assert_same_bits(step(alone), results[2])
+    alone.control.note("engine", "mine")
+    assert alone.control.notes("engine") == [""] * WORLD_SIZE
 
 
 @pytest.mark.gpu
