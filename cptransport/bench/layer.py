@@ -32,6 +32,7 @@ from cptransport.bench.timing import (
     captured,
     measure,
 )
+from cptransport.engine_registry import engine_variables
 from cptransport.ops import last_run
 
 __all__ = ["measure_layers"]
@@ -101,6 +102,9 @@ def _measure(stage: Stage, args: argparse.Namespace, step: Progress) -> list[dic
             f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})", 0.0
         )
         providers += stage.own(engine, [False, True] if args.overlap else [False])
+        for name, value in dict(args.set or ()).items():
+            if name in engine_variables():
+                providers += stage.own(engine, [False], {name: value})
     # What peers with context parallelism must give: of the first engine that was right itself.
     sharded = next((one for one in providers if one.transport is not None), providers[0])
     shape = f"{stage.layer.tokens}x{stage.layer.shape['HV']}"
@@ -244,6 +248,7 @@ def _row(entry: _Entry, bandwidth_gbytes_s: float | None) -> dict[str, Any]:
         outcome.samples_us = [] if outcome.error else entry.series.samples_us
         if isinstance(entry.series.timer, Profiler):
             outcome.kernels = entry.series.timer.kernels
+            outcome.kernel_us = {} if outcome.error else entry.series.timer.kernel_us
     tokens = {"T_global": layer.tokens * provider.world_size, "T_local": layer.tokens, "N": 1}
     subject = Subject(
         case=layer.case,

@@ -49,6 +49,13 @@ def add_layer_arguments(
         help="several times: all of them, side by side (default: CULA_CP_ENGINE, else auto)",
     )
     parser.add_argument(
+        "--set",
+        action="append",
+        type=_setting,
+        metavar="NAME=VALUE",
+        help="a variable of an engine's own: measure that engine once more with it",
+    )
+    parser.add_argument(
         "--overlap", action="store_true", help="measure with CULA_CP_OVERLAP=1 beside 0"
     )
     parser.add_argument(
@@ -89,6 +96,13 @@ def add_rank_arguments(parser: argparse.ArgumentParser, what: str) -> None:
 def shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
     """Return (local tokens, heads) of every configuration."""
     return list(dict.fromkeys(args.shape or [(args.tokens, args.heads)]))
+
+
+def _setting(text: str) -> tuple[str, str]:
+    name, sign, value = text.partition("=")
+    if not (name and sign):
+        raise argparse.ArgumentTypeError(f"must be NAME=VALUE, got {text!r}")
+    return name, value
 
 
 def _shape(text: str) -> tuple[int, int]:

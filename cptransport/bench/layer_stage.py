@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -203,18 +204,24 @@ class Stage:
         )
         return choose(self.plan, parts, "nccl", pairwise=True).composition
 
-    def own(self, engine: str | None, overlaps: Sequence[bool]) -> list[Provider]:
+    def own(
+        self,
+        engine: str | None,
+        overlaps: Sequence[bool],
+        setting: Mapping[str, str] = MappingProxyType({}),
+    ) -> list[Provider]:
         """Return the interior rank with its boundary, and the same op without CP on its tokens.
 
         Args:
             engine: of both.
             overlaps: settings of ``CULA_CP_OVERLAP`` to run the first with.
+            setting: further variables; then the first is all that is returned.
         """
         expected: Tensors = {}
         recording: Recording | None = None
         failed = None
         try:
-            expected, recording, composition = self._recorded(engine)
+            expected, recording, composition = self._recorded(engine, setting)
         except Exception as error:
             failed = f"the ranks together: {type(error).__name__}: {error}"
         made = []
@@ -230,8 +237,11 @@ class Stage:
                     "peers": "recorded",
                     "overlap": overlap,
                     "engine": engine or "auto",
+                    **setting,
                 },
-                within=partial(asking, overlap=overlap, composition=self.composition()),
+                within=partial(
+                    asking, overlap=overlap, composition=self.composition(), setting=setting
+                ),
                 engine=engine,
                 failed=failed,
             )
@@ -241,7 +251,7 @@ class Stage:
                 provider.transport = transport
                 provider.volume = self._volume(recording, composition)
             made.append(provider)
-        return [*made, self._unsharded(engine)]
+        return made if setting else [*made, self._unsharded(engine)]
 
     def peers(self, name: str, sharded: Provider, limit_s: float) -> list[Provider]:
         """Return a baseline's providers, absent ones with the reason.
@@ -308,7 +318,9 @@ class Stage:
                 self._alone = {}, f"the reference in fp64: {type(error).__name__}: {error}"
         return self._alone
 
-    def _recorded(self, engine: str | None) -> tuple[Tensors, Recording, str]:
+    def _recorded(
+        self, engine: str | None, setting: Mapping[str, str]
+    ) -> tuple[Tensors, Recording, str]:
         """Run all ranks, check them against the unsharded op, and return the interior rank's part."""
         explicit = self.layer.explicit
 
@@ -319,7 +331,7 @@ class Stage:
             assert ran is not None
             return result, ran.composition
 
-        with asking(overlap=False, composition=self.composition()):
+        with asking(overlap=False, composition=self.composition(), setting=setting):
             both, recordings = record(step, self.setup.world_size, device=str(self.device))
         results, (composition, *_) = zip(*both, strict=True)
         whole = explicit(self.inputs, self.single(self.plan.total_rows), engine, self.grad)
@@ -356,9 +368,14 @@ class Stage:
 
 
 @contextmanager
-def asking(*, overlap: bool, composition: str | None = None) -> Iterator[None]:
-    """Set ``CULA_CP_OVERLAP``, and ``CULA_CP_COMPOSITION`` if one is asked for, in the block."""
-    wanted = {env.OVERLAP.name: str(int(overlap))}
+def asking(
+    *,
+    overlap: bool,
+    composition: str | None = None,
+    setting: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Set ``CULA_CP_OVERLAP``, ``CULA_CP_COMPOSITION`` if one is asked for, and further variables in the block."""
+    wanted = {env.OVERLAP.name: str(int(overlap)), **setting}
     if composition is not None:
         wanted[env.COMPOSITION.name] = composition
     before = {name: os.environ.get(name) for name in wanted}

@@ -7,6 +7,7 @@ document whose ranks shared a device wears a banner.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,7 @@ def blocks(document: Mapping[str, Any]) -> list[Block]:
     made += _results(document)
     made += _comparisons(document)
     made += _overlaps(document)
+    made += _kernels(document)
     made += _without_number(document)
     made += [Heading(3, "Conditions"), _conditions(document)]
     return made
@@ -298,6 +300,36 @@ def _overlaps(document: Mapping[str, Any]) -> Iterator[Block]:
         ),
         frozenset((4, 5, 6)),
     )
+
+
+def _kernels(document: Mapping[str, Any]) -> Iterator[Block]:
+    """Where the time of each row on the device goes, longest first."""
+    rows = [row for row in _ok(document["rows"]) if row.get("kernel_us")]
+    if not rows:
+        return
+    names = varying(rows)
+    yield Heading(3, "Times by kernel")
+    yield Table(
+        ("provider", "configuration", "mode", "us"),
+        tuple(
+            (
+                row["provider"],
+                label(row, names),
+                row["mode"],
+                ", ".join(
+                    f"{_short(kernel)} {us:.1f}"
+                    for kernel, us in sorted(row["kernel_us"].items(), key=lambda pair: -pair[1])
+                ),
+            )
+            for row in rows
+        ),
+    )
+
+
+def _short(kernel: str) -> str:
+    """Return a kernel's name without what a C++ compiler adds to it; C++ kernels are told apart by that."""
+    plain_name = re.sub(r"^void |\(.*", "", kernel)
+    return re.sub(r"[|`]", " ", plain_name if len(plain_name) <= 80 else f"{plain_name[:77]}...")
 
 
 def _apart(row: Row) -> str:

@@ -39,6 +39,7 @@ class Outcome:
         max_abs_err: largest deviation that verification found; None: nothing was verified.
         bytes_received, bytes_expected: payload of one iteration by the counters and by the plan.
         peak_mem_bytes, kernels: where they were measured.
+        kernel_us: times of kernels and copies by name, where they were measured; of the last repeat.
         repeat_medians_us: of this rank, where repeats were added one by one.
     """
 
@@ -50,6 +51,7 @@ class Outcome:
     bytes_expected: int | None = None
     peak_mem_bytes: int | None = None
     kernels: int | None = None
+    kernel_us: dict[str, float] = field(default_factory=dict)
     repeat_medians_us: list[float] = field(default_factory=list)
 
     def pass_over(self) -> None:
@@ -62,6 +64,7 @@ class Outcome:
         self.samples_us += later.samples_us
         if later.samples_us:
             self.repeat_medians_us += later.repeat_medians_us or [quantile(later.samples_us, 0.5)]
+        self.kernel_us = later.kernel_us or self.kernel_us
         self.error = self.error or later.error
         self.skipped = self.skipped or later.skipped
         for name in (
@@ -130,6 +133,7 @@ def row(
         "sms_used": None,
         "bound_us": bound,
         "percent_of_bound": 100 * bound / median if bound and median else None,
+        "kernel_us": next((one.kernel_us for one in outcomes if one.kernel_us and samples), {}),
     }
 
 

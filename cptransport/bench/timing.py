@@ -139,12 +139,14 @@ class Profiler:
 
     Attributes:
         kernels: how many kernels the last sample launched.
+        kernel_us: name of a kernel or copy -> time of all its launches in the last sample.
     """
 
     name = "profiler"
 
     def __init__(self) -> None:
         self.kernels = 0
+        self.kernel_us: dict[str, float] = {}
 
     def sample(self, body: Body) -> float:
         """See ``Timer``."""
@@ -157,7 +159,10 @@ class Profiler:
             torch.cuda.synchronize()
         events = [e for e in profile.events() if e.device_type.name == "CUDA"]
         self.kernels = sum(not e.name.startswith(("Memcpy", "Memset")) for e in events)
-        return float(sum(e.self_device_time_total for e in events))
+        self.kernel_us = {}
+        for e in events:
+            self.kernel_us[e.name] = self.kernel_us.get(e.name, 0.0) + e.self_device_time_total
+        return float(sum(self.kernel_us.values()))
 
 
 def captured(body: Body, steps: int = 1) -> tuple[Body, Any]:

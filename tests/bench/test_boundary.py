@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -223,7 +224,7 @@ def test_ranks_that_disagree_with_the_unsharded_op_leave_no_number(
 
 
 def test_rows_of_engines_that_all_fail_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(self: layer_stage.Stage, engine: str | None) -> Any:
+    def fails(self: layer_stage.Stage, engine: str | None, setting: object) -> Any:
         raise AssertionError(f"{engine} is off")
 
     monkeypatch.setattr(layer_stage.Stage, "_recorded", fails)
@@ -240,6 +241,34 @@ def test_rows_of_engines_that_all_fail_are_told_apart(monkeypatch: pytest.Monkey
         for engine in ("torch", "triton")
         for overlap in (False, True)
     }
+
+
+def test_an_engine_is_measured_once_more_with_a_variable_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "CULA_CP_CUDNN_INTERIOR"
+    seen = set()
+    recorded = layer_stage.Stage._recorded
+
+    def watched(self: layer_stage.Stage, engine: str | None, setting: Any) -> Any:
+        found = recorded(self, engine, setting)
+        with layer_stage.asking(overlap=False, setting=setting):
+            seen.add(os.environ.get(name))
+        return found
+
+    monkeypatch.setattr(layer_stage.Stage, "_recorded", watched)
+    small = ["--tokens", "24", "--heads", "1", "--key-dim", "8", "--value-dim", "4"]
+    small += ["--engine", "torch", "--set", f"{name}=identity"]
+    assert not [r for r in by_status(bench("kda", *small), "ok") if name in r["options"]]
+    monkeypatch.setattr("cptransport.engine_registry._variables", {name: None})
+    monkeypatch.setattr("cptransport.registry.declared_variables", lambda: (name,))
+    good = by_status(bench("kda", *small), "ok")
+    assert [(r["provider"], r["mode"]) for r in good if name in r["options"]] == [
+        ("cptransport-cp", "fwd"),
+        ("cptransport-cp", "fwd_bwd"),
+    ]
+    assert seen == {None, "identity"}
+    assert name not in os.environ
 
 
 def test_a_document_with_a_row_twice_is_kept_and_the_command_fails(

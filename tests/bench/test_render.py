@@ -12,6 +12,7 @@ from documents import document, row
 
 from cptransport.bench.render import html, markdown, write_report
 from cptransport.bench.report import blocks
+from cptransport.bench.schema import problems
 
 GREEN = {"gate": {"failed": 0}}
 
@@ -86,6 +87,15 @@ def test_figures_configuration_and_command_are_printed() -> None:
     assert first[header.index("received")] == "-"
     assert "cptransport bench boundary --op 'k d a'" in text
     assert "All rows: kda, float32, world_size 4, H 2, K 8, V 8, N 1." in text
+
+
+def test_kernels_are_listed_by_time() -> None:
+    times = {"_walk": 3.0, "void fold<float, 4>(float*, int)": 12.25}
+    made = document(row(kernel_us=times), row(provider="other"), **GREEN)
+    assert problems(made) == []
+    _, _, *lines = table(text_of(made), "Times by kernel")
+    assert [(line[0], line[-1]) for line in lines] == [("gloo", "fold<float, 4> 12.2, _walk 3.0")]
+    assert "Times by kernel" not in text_of(document(row(), **GREEN))
 
 
 def test_cells_cannot_break_a_table_or_the_page() -> None:

@@ -76,9 +76,8 @@ def _own_engine(provider: str, **changes: Any) -> Callable[[Row, Row], bool]:
 
 
 def _replay(row: Row, other: Row) -> bool:
-    alike = ("overlap", "composition", "engine")
-    same = {name: row["options"].get(name) for name in alike}
-    return _same(row, other, provider=row["provider"], timer="profiler", **same)
+    same = _same(row, other, provider=row["provider"], timer="profiler")
+    return same and other["options"] == row["options"]
 
 
 def _boundary(**wanted: Any) -> Callable[[Row], bool]:

@@ -29,7 +29,7 @@ from cptransport.testing.op_cases import INITIAL, OPTIONAL, OpCase, OpSpec
 from cptransport.testing.op_rank import call
 from cptransport.transports.loopback import LoopbackTransport
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 #: Lengths around chunks, an empty and a single-token sequence.
 SEQUENCES = [0, 70, 71, 71, 135]
 SPECS = {

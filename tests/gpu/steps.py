@@ -342,6 +342,7 @@ def _kda(name: str, shapes: Sequence[str], engines: Sequence[str], peers: Sequen
     words += [word for gate in GATES for word in ("--gate-mean", gate)]
     words += [word for engine in engines for word in ("--engine", engine)]
     words += [word for peer in peers for word in ("--baseline", peer)]
+    words += ["--set", "CULA_CP_CUDNN_INTERIOR=identity"] if "cudnn" in engines else []
     return Step(
         name,
         "C",
