@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from packed import both_ways
 from torch import Tensor
 
 from cptransport.engine_registry import load_engine
@@ -121,6 +122,17 @@ class TestAlone:
             assert each.record is not None
             assert f"interior segments by {interior}" in each.record.detail
         verify(spec, runs, "threads")
+
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_packed_tokens_without_a_batch_axis(self, layout: str) -> None:
+        case = OpCase.of(spec_of(world_size=3, layout=layout, gate=-1.0))
+        torch.linalg.inv(torch.ones(1, 1, device="cuda"))  # loaded before the threads start
+        for thd, batched in threads.run(
+            lambda t: both_ways(t, case), 3, WATCHDOG_S, device="cuda:0"
+        ):
+            assert {name for name, x in batched.items() if x.any()} == {*batched}
+            for name, x in batched.items():
+                assert torch.equal(thd[name][None], x), name
 
     @pytest.mark.parametrize("gate", [-0.01, -5.0])
     @pytest.mark.parametrize("interior", ["triton", "identity"])
@@ -254,22 +266,56 @@ def _end_ranks() -> None:
         _pools.popitem()[1].close()
 
 
-@functools.cache
-def runs(backend: str, ranks: int) -> dict[str, list[RankRun]]:
-    """Run all specs on the ranks of a backend, in one go."""
+def ranks_of(ranks: int, backend: str) -> RankPool:
+    """Return so many ranks whose transports are a backend's."""
     if ranks not in _pools:
         _end_ranks()  # shares of the GPU must not add up to more than all of it
         shared = sharing_environment(ranks, mps="CUDA_MPS_PIPE_DIRECTORY" in os.environ)
         _pools[ranks] = RankPool(backend, ranks, ranks, device="cuda", env=shared)
     _pools[ranks].backend = backend
+    return _pools[ranks]
+
+
+@functools.cache
+def runs(backend: str, ranks: int) -> dict[str, list[RankRun]]:
+    """Run all specs on the ranks of a backend, in one go."""
     specs = {name: spec.with_(world_size=ranks) for name, spec in SPECS.items()}
-    results = _pools[ranks].run(
+    results = ranks_of(ranks, backend).run(
         run_specs, timeout_s=WATCHDOG_S, specs=[spec.to_json() for spec in specs.values()]
     )
     return {name: [rank[i] for rank in results] for i, name in enumerate(specs)}
 
 
 BACKENDS = ["gloo", "nccl", "cupy_ipc", "cudnn_summary"]
+
+
+@pytest.mark.usefixtures("mps")
+@pytest.mark.parametrize("backend", ["nccl", "cudnn_summary"])
+def test_auto_takes_what_the_backend_prefers_where_it_serves(backend: str) -> None:
+    """Elsewhere ``triton``, with the reason; on a Hopper without preference what the table says."""
+    bounded = SPECS["options"].with_(engine=None, layout="contiguous")
+    cases = {
+        "bounded": bounded,
+        "unbounded": bounded.with_(options={**ALL, "safe_gate": False, "lower_bound": None}),
+    }
+    found = ranks_of(2, backend).run(
+        run_specs,
+        timeout_s=WATCHDOG_S,
+        specs=[spec.with_(world_size=2).to_json() for spec in cases.values()],
+    )
+    for index, (name, spec) in enumerate(cases.items()):
+        own = [rank[index] for rank in found]
+        check(OpCase.of(spec.with_(world_size=2)), own, exact_bytes=backend != "cudnn_summary")
+        records = [each.record for each in own]
+        assert all(record is not None for record in records)
+        if backend == "cudnn_summary":
+            assert {record.engine for record in records} == {
+                "cudnn" if name == "bounded" else "triton"
+            }
+            reasons = [dict(record.reasons).get("cudnn", "") for record in records]
+            assert all(("nothing says" in reason) is (name == "unbounded") for reason in reasons)
+        elif torch.cuda.get_device_capability()[0] == 9:
+            assert {record.engine for record in records} == {"triton"}  # no such shape in the table
 
 
 @pytest.mark.usefixtures("mps")
