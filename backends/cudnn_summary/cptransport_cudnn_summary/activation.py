@@ -3,7 +3,8 @@
 
 cuDNN's plain contract is the recurrence alone: q and k as they are, natural-log g and beta in the
 state dtype. Which options it takes inside depends on the GPU (``contract``); the others are applied
-here, in the state dtype, and their gradients pulled back by autograd from the same code.
+here, in the state dtype, and their gradients pulled back by autograd from the same code. Where
+nothing is applied, tensors and gradients are handed through.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from torch import Tensor
 from cptransport.engines import KDAOptions
 from cptransport.engines.torch.kda import log_decay
 
-__all__ = ["Outside", "Tokens", "activate", "pull_back"]
+__all__ = ["Activated", "Outside", "Tokens", "activate"]
+
+
+#: Inputs, in the order of ``Tokens``.
+_NAMES = ("q", "k", "v", "g", "beta", "A_log", "dt_bias")
 
 
 class Tokens(NamedTuple):
@@ -66,6 +71,14 @@ class Outside:
             factor=factor,
         )
 
+    def changes(self, x: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
+        """Whether ``activate`` makes anything of inputs, or hands them all through."""
+        if self.l2norm or self.gate or self.sigmoid or self.factor != 1.0:
+            return True
+        if self.heads and x["q"].shape[1] != x["v"].shape[1]:
+            return True
+        return any(each.dtype != dtype for name, each in x.items() if name not in ("q", "k", "v"))
+
 
 def activate(
     x: Mapping[str, Tensor], options: KDAOptions, outside: Outside, dtype: torch.dtype
@@ -99,22 +112,51 @@ def _normalised(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def pull_back(
-    x: Mapping[str, Tensor],
-    grads: Tokens,
-    options: KDAOptions,
-    outside: Outside,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
-    """Return the gradients of ``activate``'s inputs from those of its result, each in its input's dtype."""
-    leaves = {name: each.detach().requires_grad_() for name, each in x.items()}
-    with torch.enable_grad():
-        ends = activate(leaves, options, outside, dtype)
-    pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if end is not None]
-    found = torch.autograd.grad(
-        [end for end, _ in pairs],
-        list(leaves.values()),
-        [grad for _, grad in pairs],
-        materialize_grads=True,
-    )
-    return dict(zip(leaves, found, strict=True))
+class Activated:
+    """Inputs of one call as cuDNN takes them, and the way back for their gradients.
+
+    Args:
+        x, options, outside, dtype: of ``activate``.
+        differentiable: whether there is a way back.
+
+    Attributes:
+        tokens: without a graph.
+    """
+
+    def __init__(
+        self,
+        x: Mapping[str, Tensor],
+        options: KDAOptions,
+        outside: Outside,
+        dtype: torch.dtype,
+        *,
+        differentiable: bool,
+    ) -> None:
+        self._leaves = x
+        if not differentiable or not outside.changes(x, dtype):
+            self.tokens = self._ends = activate(x, options, outside, dtype)
+            return
+        self._leaves = {name: each.detach().requires_grad_() for name, each in x.items()}
+        with torch.enable_grad():
+            self._ends = activate(self._leaves, options, outside, dtype)
+        self.tokens = Tokens(*(None if end is None else end.detach() for end in self._ends))  # type: ignore[arg-type]
+
+    def pull_back(self, grads: Tokens) -> dict[str, Tensor]:
+        """Return the gradients of the inputs, each in its dtype, from those of the tokens."""
+        leaves = self._leaves
+        found: dict[str, Tensor] = {}
+        pairs = []
+        for name, end, grad in zip(_NAMES, self._ends, grads, strict=True):
+            if end is not None and grad is not None:
+                if end is leaves[name]:
+                    found[name] = grad
+                else:
+                    pairs.append((end, grad))
+        if pairs:
+            others = [name for name in leaves if name not in found]
+            ends, given = zip(*pairs, strict=True)
+            pulled = torch.autograd.grad(
+                ends, [leaves[name] for name in others], given, materialize_grads=True
+            )
+            found.update(zip(others, pulled, strict=True))
+        return found

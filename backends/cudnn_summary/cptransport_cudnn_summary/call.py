@@ -4,24 +4,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cptransport.engines import KDAInputs, KDAOptions, LocalSegment, Saved
-from cptransport_cudnn_summary.activation import Tokens, activate
+from cptransport.same import Same
+from cptransport_cudnn_summary.activation import Activated, Tokens
 from cptransport_cudnn_summary.concat import Stack, stack
 from cptransport_cudnn_summary.contract import Contract, Kind
-from cptransport_cudnn_summary.interior import SAVED, Delegated
+from cptransport_cudnn_summary.interior import SAVED, Delegated, Share
 from cptransport_cudnn_summary.packing import Layout, Pack, flat, layout
 from cptransport_cudnn_summary.resolve import resolve
 
-__all__ = ["PARAMETERS", "TOKENS", "Call", "Kept", "contract_of", "keep", "reopen", "spread"]
+__all__ = [
+    "INPUTS",
+    "PARAMETERS",
+    "TOKENS",
+    "Call",
+    "Frame",
+    "Kept",
+    "contract_of",
+    "keep",
+    "reopen",
+    "spread",
+]
 
 TOKENS = ("q", "k", "v", "g", "beta")
 PARAMETERS = ("A_log", "dt_bias")
+INPUTS = (*TOKENS, *PARAMETERS)
 
 
 def contract_of(kind: Kind) -> Contract:
@@ -31,109 +45,147 @@ def contract_of(kind: Kind) -> Contract:
     return resolved
 
 
-@dataclass
-class Call:
-    """What a pass knows of its inputs.
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """What no tensor changes.
 
     Attributes:
         contract, layout, options, dtype: how; of which segments; of the op; of states.
-        inputs: as given, ``[B, T, ...]`` and parameters; those that are there.
+        state_shape: HV, V, K.
     """
 
     contract: Contract
     layout: Layout
     options: KDAOptions
     dtype: torch.dtype
+    state_shape: tuple[int, int, int]
+
+
+@lru_cache(maxsize=256)
+def _frame(
+    query: tuple[int, ...],
+    value: tuple[int, ...],
+    io: torch.dtype,
+    parameters: tuple[bool, bool],
+    options: Same,
+    segments: Same,
+    device: torch.device,
+) -> Frame:
+    """Return the frame of shapes of q and v, and of all else.
+
+    A caller's options and segments are objects that it keeps for calls of one signature, to which
+    what this backend's variables say belongs; so these are looked at once.
+    """
+    dtype = torch.float64 if io == torch.float64 else torch.float32
+    batch, tokens, heads, keys = query
+    value_heads, values = value[2:]
+    sizes = (heads, value_heads, keys, values)
+    return Frame(
+        contract_of(Kind(device, io, dtype, *sizes, options.it, *parameters)),
+        layout(tuple(segments.it), batch, tokens, device),
+        options.it,
+        dtype,
+        (value_heads, values, keys),
+    )
+
+
+@dataclass
+class Call:
+    """What a pass knows of its inputs.
+
+    Attributes:
+        frame: of it.
+        inputs: as given, ``[B, T, ...]`` and parameters; those that are there.
+        seed: rows of a state table that nothing of other segments enters; None: zeros.
+        differentiable: whether gradients are pulled back to the inputs.
+    """
+
+    frame: Frame
     inputs: dict[str, Tensor]
-    _tokens: Tokens | None = None
+    seed: Tensor | None
+    differentiable: bool = False
 
     @classmethod
     def of(cls, inputs: KDAInputs, segments: Sequence[LocalSegment]) -> Call:
         """Open a forward."""
-        v, q = inputs.v, inputs.q
-        dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
-        kind = Kind(
-            v.device,
-            v.dtype,
-            dtype,
-            q.shape[2],
-            v.shape[2],
-            q.shape[3],
-            v.shape[3],
-            inputs.options,
-            inputs.A_log is not None,
-            inputs.dt_bias is not None,
+        x = inputs
+        named = zip(INPUTS, (x.q, x.k, x.v, x.g, x.beta, x.A_log, x.dt_bias), strict=True)
+        frame = _frame(
+            x.q.shape,
+            x.v.shape,
+            x.v.dtype,
+            (x.A_log is not None, x.dt_bias is not None),
+            Same(x.options),
+            Same(segments),
+            x.v.device,
         )
-        named = {name: getattr(inputs, name) for name in (*TOKENS, *PARAMETERS)}
-        return cls(
-            contract_of(kind),
-            layout(tuple(segments), v.shape[0], v.shape[1], v.device),
-            inputs.options,
-            dtype,
-            {name: x.detach() for name, x in named.items() if x is not None},
-        )
-
-    @property
-    def state_shape(self) -> tuple[int, int, int]:
-        """HV, V, K."""
-        *_, heads, values = self.inputs["v"].shape
-        return heads, values, self.inputs["k"].shape[3]
+        return cls(frame, {name: x for name, x in named if x is not None}, x.seed)
 
     def packed(self, pack: Pack) -> dict[str, Tensor]:
         """Return raw inputs of a pack of flat rows, and the parameters."""
         return {
-            name: pack.take(flat(x)) if name in TOKENS else x for name, x in self.inputs.items()
+            name: x if name in PARAMETERS else pack.rows.take(flat(x))
+            for name, x in self.inputs.items()
         }
 
+    @cached_property
+    def activated(self) -> Activated:
+        """The inputs of ``layout.long``, activated when first asked for."""
+        frame = self.frame
+        return Activated(
+            self.packed(frame.layout.long),
+            frame.options,
+            frame.contract.outside,
+            frame.dtype,
+            differentiable=self.differentiable,
+        )
+
     def tokens(self, group: Pack) -> Tokens:
-        """Return the activated inputs of a group of ``layout.long``; activated when first asked for."""
-        if self._tokens is None:
-            x = self.packed(self.layout.long)
-            self._tokens = activate(x, self.options, self.contract.outside, self.dtype)
-        t = self._tokens
-        q, k, v, g, beta = (group.take(x) for x in t[:5])
+        """Return the activated inputs of a group of ``layout.long``."""
+        t = self.activated.tokens
+        if group.rows.whole:
+            return t
+        q, k, v, g, beta = (group.rows.take(x) for x in t[:5])
         return Tokens(q, k, v, g, beta, t.a_log, t.dt_bias)
 
-    def states(self, table: Tensor | None, group: Pack) -> Tensor:
-        """Return a group's rows of a state table, zeros without one; fresh memory."""
-        if table is not None:
-            return group.take_states(table)
-        shape = (len(group.sequences), *self.state_shape)
-        return self.inputs["v"].new_zeros(shape, dtype=self.dtype)
+    def start(self, group: Pack | None = None) -> Tensor:
+        """Return a group's rows of the seed; without a group all of them."""
+        whole = group is None or group.states.whole
+        if self.seed is None and whole:
+            self.seed = self._zeros(self.frame.layout.states)
+        if self.seed is None:
+            return self._zeros(len(group.sequences))  # type: ignore[union-attr]
+        return self.seed if whole else group.states.take(self.seed)  # type: ignore[union-attr]
 
-    def stacked(
-        self, segments: frozenset[int], table: Any, seed: Tensor | None, *, reverse: bool
-    ) -> Stack | None:
-        """Return what enters segments for cuDNN to compose, where it does and the summaries are at hand.
+    def _zeros(self, count: int) -> Tensor:
+        shape = (count, *self.frame.state_shape)
+        return self.inputs["v"].new_zeros(shape, dtype=self.frame.dtype)
+
+    def stacked(self, group: Pack, table: Any, *, reverse: bool) -> Stack | None:
+        """Return what enters a group for cuDNN to compose, where it does and the summaries are at hand.
 
         Args:
-            segments: which. table: a ``StateTable``.
-            seed: states of segments that nothing enters.
+            group: which. table: a ``StateTable``.
             reverse: of a backward.
         """
-        if self.contract.binding is None or not segments:
+        if self.frame.contract.binding is None:
             return None
         summaries = getattr(table, "summaries", lambda: None)()
         if summaries is None:
             return None
-        group = self.layout.group(segments)
         sources = [summaries.sources(each.state) for each in group.sequences]
-        seeds, keys = self.states(seed, group), self.state_shape[2]
-        return stack(sources, summaries.gathered, seeds, keys, reverse=reverse)
-
-    def bare(self) -> Call:
-        """Return the call without tensors."""
-        return replace(self, inputs={}, _tokens=None)
+        keys = self.frame.state_shape[2]
+        return stack(sources, summaries.gathered, self.start(group), keys, reverse=reverse)
 
 
 def spread(like: Tensor, lay: Layout, values: Tensor | None) -> Tensor:
     """Return ``[B, T, ...]`` with the rows of ``lay.long``; zeros where no segment is."""
-    if values is not None and lay.long.rows is None:
+    if values is not None and lay.long.rows.whole:
         return values.view(like.shape)
     make = torch.empty_like if lay.covered else torch.zeros_like
     made = make(like, memory_format=torch.contiguous_format)
     if values is not None:
-        lay.long.put(values, flat(made))
+        lay.long.rows.put(values, flat(made))
     return made
 
 
@@ -145,51 +197,52 @@ class Kept:
         enter: states that entered, ``[R, HV, V, K]``.
         r: effective queries ``[t, HV, K]`` of interior segments, by ``identity``.
         m: transitions of interior segments, by ``identity`` or ``summary``.
-        interior: which these are.
+        interior: these, where they are not delegated.
         delegated: the same by ``triton``.
     """
 
     enter: Tensor
     r: Tensor | None
     m: Tensor | None
-    interior: frozenset[int]
+    interior: Pack | None
     delegated: Delegated | None
 
 
 @dataclass(frozen=True)
 class _Meta:
-    call: Call
+    frame: Frame
     names: tuple[str, ...]
-    interior: frozenset[int]
-    delegated: Delegated | None
+    interior: Pack | None
+    share: Share | None
     count: int
     meta: Any
 
 
 def keep(call: Call, kept: Kept) -> Saved:
     """Pack what is kept; equally many tensors on every rank."""
-    delegated, meta = kept.delegated, None
+    share, count, meta = None, 0, None
     inner: tuple[Tensor | None, ...] = ()
-    if delegated is not None:
-        assert delegated.saved is not None
-        inner, meta = delegated.saved.tensors, delegated.saved.meta
-        delegated = replace(delegated, saved=None)
-    filling = (None,) * (SAVED - len(inner)) if call.contract.interior == "triton" else ()
+    if kept.delegated is not None:
+        assert kept.delegated.saved is not None
+        share, inner = kept.delegated.share, kept.delegated.saved.tensors
+        count, meta = len(inner), kept.delegated.saved.meta
+    if call.frame.contract.interior == "triton":
+        inner += (None,) * (SAVED - count)
     return Saved(
-        (*call.inputs.values(), kept.enter, kept.r, kept.m, *inner, *filling),
-        _Meta(call.bare(), tuple(call.inputs), kept.interior, delegated, len(inner), meta),
+        (*call.inputs.values(), kept.enter, kept.r, kept.m, *inner),
+        _Meta(call.frame, tuple(call.inputs), kept.interior, share, count, meta),
     )
 
 
-def reopen(saved: Saved) -> tuple[Call, Kept]:
-    """Undo ``keep``."""
+def reopen(saved: Saved, seed: Tensor | None) -> tuple[Call, Kept]:
+    """Undo ``keep``, for a backward from ``seed``."""
     meta: _Meta = saved.meta
     count = len(meta.names)
     inputs: Any = saved.tensors[:count]
     enter, r, m, *rest = saved.tensors[count:]
     assert enter is not None
-    delegated = meta.delegated
-    if delegated is not None:
-        delegated = replace(delegated, saved=Saved(tuple(rest[: meta.count]), meta.meta))
-    call = replace(meta.call, inputs=dict(zip(meta.names, inputs, strict=True)))
+    delegated = None
+    if meta.share is not None:
+        delegated = Delegated(meta.share, saved=Saved(tuple(rest[: meta.count]), meta.meta))
+    call = Call(meta.frame, dict(zip(meta.names, inputs, strict=True)), seed, differentiable=True)
     return call, Kept(enter, r, m, meta.interior, delegated)

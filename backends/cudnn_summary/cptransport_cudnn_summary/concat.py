@@ -57,7 +57,7 @@ def find_binding(public: Any, forward: Any, backward: Any) -> tuple[Binding | No
     """Look the arguments up.
 
     Args:
-        public: ``kimi_delta_attention``. forward, backward: the registered ops.
+        public: ``kimi_delta_attention``. forward, backward: overloads of the registered ops.
 
     Returns:
         The binding, or None and what is absent.
@@ -79,7 +79,7 @@ def find_binding(public: Any, forward: Any, backward: Any) -> tuple[Binding | No
 
 
 def _names(op: Any) -> set[str]:
-    return {argument.name for argument in op.default._schema.arguments}
+    return {argument.name for argument in op._schema.arguments}
 
 
 def _pairs(names: set[str]) -> dict[str, tuple[str, str]]:

@@ -155,6 +155,8 @@ class Contract:
         return cast("Tensor", state)
 
     def _gate(self, t: Tokens) -> dict[str, Any]:
+        if t.a_log is None and t.dt_bias is None:
+            return self.flags
         return {**self.flags, "a_log": t.a_log, "dt_bias": t.dt_bias}
 
     def _stacked(self, direction: str, stack: Stack | None) -> dict[str, Tensor]:

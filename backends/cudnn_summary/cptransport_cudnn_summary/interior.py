@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from cptransport.engines import KDAInputs, LocalSegment, Need, OutputGrads, Saved
-from cptransport_cudnn_summary.packing import Layout
+from cptransport_cudnn_summary.packing import Layout, Rows
 
-__all__ = ["SAVED", "Delegated"]
+__all__ = ["SAVED", "Delegated", "Share"]
 
 #: Places for what the triton engine saves, filled up with None: every rank saves equally many.
 SAVED = 24
@@ -28,40 +28,55 @@ def _engine() -> Any:
     return KDA_ENGINE
 
 
-@dataclass
-class Delegated:
-    """Interior segments between the halves of a forward.
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Interior segments; the same objects at every call, by which the triton engine knows them again.
 
     Attributes:
-        rows: int64, rows of state tables that belong to the segments, ``segment * B + b``.
+        rows: of state tables that belong to the segments.
         segments, need: of these segments.
-        local: the triton engine's.
-        saved: what it saved, after ``finish``.
     """
 
-    rows: Tensor
+    rows: Rows
     segments: tuple[LocalSegment, ...]
     need: tuple[Need, ...]
-    local: Any = None
-    saved: Saved | None = None
 
     @classmethod
-    def of(cls, chosen: frozenset[int], lay: Layout) -> Delegated:
+    def of(cls, chosen: frozenset[int], lay: Layout) -> Share:
         """Take some of the rank's segments."""
         segments = tuple(lay.segments[i] for i in sorted(chosen))
         need = (Need(state=True, transition=True),) * len(segments)
         return cls(lay.state_rows(chosen), segments, need)
 
+
+@dataclass
+class Delegated:
+    """Interior segments on their way through a forward and a backward.
+
+    Attributes:
+        share: which.
+        local: the triton engine's, between the halves of a forward.
+        saved: what it saved.
+    """
+
+    share: Share
+    local: Any = None
+    saved: Saved | None = None
+
     def forward_local(self, inputs: KDAInputs, out: Mapping[str, Tensor]) -> None:
         """Run the pass over the segments and write their E and M."""
+        share = self.share
         tables = self._tables(inputs.v.shape, inputs.k.shape[3], out)
-        given = replace(inputs, seed=None)
-        self.local = _engine().forward_local(given, self.segments, self.need, tables)
+        given = inputs if inputs.seed is None else replace(inputs, seed=None)
+        self.local = _engine().forward_local(given, share.segments, share.need, tables)
         self._write(tables, out)
 
     def forward_finish(self, entering: Tensor) -> Tensor:
-        """Return o ``[B, T, HV, V]``, right in the segments' rows; ``entering`` is the rank's V-major table."""
-        table = entering.index_select(0, self.rows).mT.contiguous()
+        """Return o ``[B, T, HV, V]``, right in the segments' rows, zeros in those of no segment.
+
+        ``entering`` is the rank's V-major table.
+        """
+        table = self.share.rows.take(entering).mT.contiguous()
         finished = _engine().forward_finish(self.local, lambda: table)
         self.local, self.saved = None, finished.saved
         return finished.output  # type: ignore[no-any-return]
@@ -70,7 +85,7 @@ class Delegated:
         """Write dE and M of the segments."""
         assert self.saved is not None
         tables = self._tables(do.shape, keys, out)
-        _engine().backward_local(self.saved, OutputGrads(do, None), self.need, tables)
+        _engine().backward_local(self.saved, OutputGrads(do, None), self.share.need, tables)
         self._write(tables, out)
 
     def _tables(
@@ -79,10 +94,10 @@ class Delegated:
         heads, values = shape[2:]
         columns = {"state": values, "transition": keys}
         return {
-            name: table.new_empty(len(self.rows), heads, keys, columns[name])
+            name: table.new_empty(self.share.rows.count, heads, keys, columns[name])
             for name, table in out.items()
         }
 
     def _write(self, tables: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
         for name, table in tables.items():
-            out[name].index_copy_(0, self.rows, table.mT)
+            self.share.rows.put(table.mT, out[name])

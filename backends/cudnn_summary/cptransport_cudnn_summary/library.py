@@ -38,7 +38,7 @@ class Library:
 
     Attributes:
         version: of the frontend.
-        forward, backward: KDA's.
+        forward, backward: KDA's; overloads, so that no call looks for one.
         summary, summary_backward: of segments; None where this version has none.
         binding: how the concatenated-summary API is called; None: absent, ``absent`` says why.
         device_types: whose tensors the ops take.
@@ -70,7 +70,8 @@ def library_of(module: Any, ops: Any, found: str, device_types: tuple[str, ...])
     forward = _registered(ops, "kimi_delta_attention_fwd", _FORWARD, found)
     backward = _registered(ops, "kimi_delta_attention_bwd", _BACKWARD, found)
     summary, summary_backward = (
-        getattr(ops, f"kimi_delta_attention_{name}", None) for name in ("summary", "summary_bwd")
+        getattr(getattr(ops, f"kimi_delta_attention_{name}", None), "default", None)
+        for name in ("summary", "summary_bwd")
     )
     binding, absent = find_binding(public, forward, backward)
     if absent:
@@ -81,12 +82,12 @@ def library_of(module: Any, ops: Any, found: str, device_types: tuple[str, ...])
 
 
 def _registered(ops: Any, name: str, arguments: tuple[str, ...], found: str) -> Any:
-    op = getattr(ops, name, None)
+    op = getattr(getattr(ops, name, None), "default", None)
     if op is None:
         raise BackendUnavailableError(
             f"{_DISTRIBUTION} {found} registers no op {name!r}; cudnn {_NEEDED}"
         )
-    known = {argument.name for argument in op.default._schema.arguments}
+    known = {argument.name for argument in op._schema.arguments}
     missing = [argument for argument in arguments if argument not in known]
     if missing:
         raise BackendUnavailableError(

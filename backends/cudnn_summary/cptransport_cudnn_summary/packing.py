@@ -10,20 +10,24 @@ them, and a pack of one sequence is exactly ``[0, T]``.
 
 Sequences are ordered by flat row, so for B > 1 by batch row first; state tables have
 ``segment * B + b``, and ``Pack.states`` says which of their rows belong to the sequences.
+
+cuDNN keeps what it is given as ``initial_state`` by reference. Rows that are a whole table are that
+table: those that the engine is given and those it makes belong to one call, and nobody writes to them
+again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from cptransport.engines import LocalSegment
 
-__all__ = ["Layout", "Pack", "Picked", "flat", "layout"]
+__all__ = ["Layout", "Pack", "Picked", "Rows", "flat", "layout"]
 
 
 @dataclass(frozen=True)
@@ -37,21 +41,63 @@ class _Sequence:
 
 
 @dataclass(frozen=True, eq=False)
+class Rows:
+    """Some rows of a table.
+
+    Attributes:
+        count, below: how many; how many there are.
+        index: int64 ``[count]``; None: the first ones, in order.
+    """
+
+    count: int
+    below: int
+    index: Tensor | None
+
+    @classmethod
+    def of(cls, rows: Sequence[int], below: int, device: torch.device) -> Rows:
+        """Choose rows out of ``below``."""
+        index = None
+        if list(rows) != list(range(len(rows))):
+            index = torch.tensor(rows, dtype=torch.int64).to(device)
+        return cls(len(rows), below, index)
+
+    @property
+    def whole(self) -> bool:
+        """Whether they are all there are, in order."""
+        return self.index is None and self.count == self.below
+
+    def take(self, table: Tensor) -> Tensor:
+        """Return the rows of ``[below, ...]``, contiguous; no copy of a contiguous table's first ones."""
+        if self.index is not None:
+            return table.index_select(0, self.index)
+        return self._first(table).contiguous()
+
+    def put(self, values: Tensor, table: Tensor) -> None:
+        """Write ``[count, ...]`` into the rows of a table, of ``below`` rows or more."""
+        if self.index is not None:
+            table.index_copy_(0, self.index, values)
+        else:
+            self._first(table).copy_(values)
+
+    def _first(self, table: Tensor) -> Tensor:
+        return table if table.shape[0] == self.count else table[: self.count]
+
+
+@dataclass(frozen=True, eq=False)
 class Pack:
     """Packed sequences.
 
     Attributes:
         sequences: N of them.
         tokens: of all.
-        rows: int64 ``[tokens]``, rows of the level below; None: all of them, in order.
-        states: int64 ``[N]``, rows of state tables; None: all of them, in order.
+        rows: rows of the level below. states: rows of state tables.
         cu_seqlens: int32 ``[N + 1]``.
     """
 
     sequences: tuple[_Sequence, ...]
     tokens: int
-    rows: Tensor | None
-    states: Tensor | None
+    rows: Rows
+    states: Rows
     cu_seqlens: Tensor
 
     @classmethod
@@ -64,22 +110,15 @@ class Pack:
         for each in sequences:
             cu.append(cu[-1] + each.length)
             rows += range(each.start, each.start + each.length)
-        wanted = [each.state for each in sequences]
-
-        def table(values: list[int], whole: int) -> Tensor | None:
-            if values == list(range(whole)):
-                return None
-            return torch.tensor(values, dtype=torch.int64).to(device)
-
         return cls(
             tuple(sequences),
             cu[-1],
-            table(rows, below),
-            table(wanted, states),
+            Rows.of(rows, below, device),
+            Rows.of([each.state for each in sequences], states, device),
             torch.tensor(cu, dtype=torch.int32).to(device),
         )
 
-    @property
+    @cached_property
     def spans(self) -> list[tuple[int, int]]:
         """Token ranges of the sequences inside the pack."""
         spans, start = [], 0
@@ -88,50 +127,19 @@ class Pack:
             start += each.length
         return spans
 
-    def take(self, rows: Tensor) -> Tensor:
-        """Return the pack's rows of ``[below, ...]``, contiguous."""
-        return rows.contiguous() if self.rows is None else rows.index_select(0, self.rows)
 
-    def put(self, values: Tensor, below: Tensor) -> None:
-        """Write ``[tokens, ...]`` into the pack's rows of ``[below, ...]``."""
-        if self.rows is None:
-            below.copy_(values)
-        else:
-            below.index_copy_(0, self.rows, values)
+class Picked(dict[str, Tensor]):
+    """Tables by name that come a few rows at a time, without a copy if these are all."""
 
-    def take_states(self, table: Tensor) -> Tensor:
-        """Return a copy of the sequences' rows of a state table; always fresh memory.
-
-        cuDNN keeps what it is given as ``initial_state`` by reference.
-        """
-        if self.states is None:
-            return table[: len(self.sequences)].clone()
-        return table.index_select(0, self.states)
-
-    def put_states(self, values: Tensor, table: Tensor) -> None:
-        """Write ``[N, ...]`` into the sequences' rows of a state table."""
-        if self.states is None:
-            table[: len(self.sequences)].copy_(values)
-        else:
-            table.index_copy_(0, self.states, values)
-
-
-@dataclass
-class Picked:
-    """Rows that groups of a pack bring one after the other, joined without a copy if one group is all."""
-
-    below: int
-    values: dict[str, Tensor] = field(default_factory=dict)
-
-    def put(self, pack: Pack, **values: Tensor) -> None:
-        """Add a group's rows, by name."""
+    def put(self, rows: Rows, **values: Tensor) -> None:
+        """Add rows of some tables."""
         for name, value in values.items():
-            if pack.rows is None:
-                self.values[name] = value
+            if rows.whole:
+                self[name] = value
                 continue
-            if name not in self.values:
-                self.values[name] = value.new_empty(self.below, *value.shape[1:])
-            pack.put(value, self.values[name])
+            if name not in self:
+                self[name] = value.new_empty(rows.below, *value.shape[1:])
+            rows.put(value, self[name])
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,9 +148,9 @@ class Layout:
 
     Attributes:
         segments: as the engine was given them. batch, tokens: B, T.
+        states: number of rows of state tables.
         long: all sequences of two tokens or more.
         single: of one token. empty: of none; only their states matter.
-        groups: packs made so far.
     """
 
     segments: tuple[LocalSegment, ...]
@@ -152,34 +160,39 @@ class Layout:
     long: Pack
     single: Pack
     empty: Pack
-    groups: dict[frozenset[int], Pack] = field(default_factory=dict)
-    _state_rows: dict[frozenset[int], Tensor] = field(default_factory=dict)
+    _groups: dict[frozenset[int], Pack] = field(default_factory=dict)
+
+    @property
+    def states(self) -> int:
+        return len(self.segments) * self.batch
 
     @property
     def covered(self) -> bool:
         """Whether every row belongs to a sequence."""
         return self.long.tokens + self.single.tokens == self.batch * self.tokens
 
-    def group(self, segments: frozenset[int]) -> Pack:
-        """Return a pack of the long sequences of some segments, out of the rows of ``long``."""
-        if segments not in self.groups:
+    @property
+    def shorts(self) -> bool:
+        """Whether any sequence is in no pack of ``long``."""
+        return bool(self.single.sequences or self.empty.sequences)
+
+    def group(self, segments: frozenset[int]) -> Pack | None:
+        """Return a pack of the long sequences of some segments, out of the rows of ``long``; None for none."""
+        if segments and segments not in self._groups:
             chosen = [
                 _Sequence(start, each.length, each.state, each.segment)
                 for (start, _), each in zip(self.long.spans, self.long.sequences, strict=True)
                 if each.segment in segments
             ]
-            states = len(self.segments) * self.batch
-            self.groups[segments] = Pack.of(chosen, self.long.tokens, states, self.device)
-        return self.groups[segments]
+            self._groups[segments] = Pack.of(chosen, self.long.tokens, self.states, self.device)
+        return self._groups.get(segments)
 
-    def state_rows(self, segments: frozenset[int]) -> Tensor:
-        """Return int64 rows of state tables that belong to some segments, segment by segment."""
-        if segments not in self._state_rows:
-            rows = [i * self.batch + b for i in sorted(segments) for b in range(self.batch)]
-            made = torch.tensor(rows, dtype=torch.int64).to(self.device)
-            self._state_rows[segments] = made
-        return self._state_rows[segments]
+    def state_rows(self, segments: frozenset[int]) -> Rows:
+        """Return the rows of state tables that belong to some segments, segment by segment."""
+        rows = [i * self.batch + b for i in sorted(segments) for b in range(self.batch)]
+        return Rows.of(rows, self.states, self.device)
 
+    @cached_property
     def longs(self) -> frozenset[int]:
         """Indices of the segments of two tokens or more."""
         return frozenset(each.segment for each in self.long.sequences)

@@ -16,41 +16,40 @@ from cptransport_cudnn_summary.packing import Pack, flat
 __all__ = ["enter", "grads", "leave", "summaries"]
 
 
-def summaries(
-    call: Call, seed: Tensor | None, need: Sequence[Need], out: Mapping[str, Tensor]
-) -> None:
+def summaries(call: Call, need: Sequence[Need], out: Mapping[str, Tensor]) -> None:
     """Write E and M."""
     for pack, wanted in _wanted(call, need):
-        states = call.states(seed, pack)
-        if pack is call.layout.single:
-            states = single.run(call.packed(pack), call.options, states)[1]
+        states = call.start(pack)
+        if pack is call.frame.layout.single:
+            states = single.run(call.packed(pack), call.frame.options, states)[1]
         _write(call, pack, wanted, states, need, out)
 
 
 def grads(
     call: Call,
     do: Tensor,
-    seed: Tensor | None,
     need: Sequence[Need],
     out: Mapping[str, Tensor],
 ) -> None:
-    """Write dE and M; ``do`` are the rows of single tokens."""
+    """Write dE and M; ``do`` is ``[B * T, HV, V]``."""
     for pack, wanted in _wanted(call, need):
-        found = call.states(seed, pack)
-        if pack is call.layout.single:
-            found = single.entering_grad(call.packed(pack), call.options, do, found)
+        found = call.start(pack)
+        if pack is call.frame.layout.single:
+            given = call.packed(pack), call.frame.options, pack.rows.take(do)
+            found = single.entering_grad(*given, found)
         _write(call, pack, wanted, found, need, out)
 
 
-def enter(call: Call, table: Tensor, output: Tensor, outgoing: Tensor) -> None:
-    """Compute outputs and leaving states from those that enter."""
-    lay = call.layout
-    if lay.single.tokens:
-        o, states = single.run(call.packed(lay.single), call.options, lay.single.take_states(table))
-        lay.single.put(o, flat(output))
-        lay.single.put_states(states, outgoing)
-    if lay.empty.sequences:
-        lay.empty.put_states(lay.empty.take_states(table), outgoing)
+def enter(call: Call, table: Tensor, output: Tensor, outgoing: Tensor | None) -> None:
+    """Compute outputs, and the states that leave if these are asked for, from those that enter."""
+    one, none = call.frame.layout.single, call.frame.layout.empty
+    if one.tokens:
+        o, states = single.run(call.packed(one), call.frame.options, one.states.take(table))
+        one.rows.put(o, flat(output))
+        if outgoing is not None:
+            one.states.put(states, outgoing)
+    if none.sequences and outgoing is not None:
+        none.states.put(none.states.take(table), outgoing)
 
 
 def leave(
@@ -62,29 +61,29 @@ def leave(
     incoming: Tensor,
 ) -> None:
     """Compute gradients from those of the states that leave; add to ``found`` and ``incoming``."""
-    lay = call.layout
+    lay = call.frame.layout
     if lay.single.tokens:
         pack = lay.single
         pulled, states = single.grads(
             call.packed(pack),
-            call.options,
-            pack.take_states(entered),
-            do,
-            pack.take_states(table),
+            call.frame.options,
+            pack.states.take(entered),
+            pack.rows.take(do),
+            pack.states.take(table),
         )
         for name, grad in pulled.items():
             if name in PARAMETERS:
                 found[name] = found[name] + grad
             else:
-                pack.put(grad, flat(found[name]))
-        pack.put_states(states, incoming)
+                pack.rows.put(grad, flat(found[name]))
+        pack.states.put(states, incoming)
     if lay.empty.sequences:
-        lay.empty.put_states(lay.empty.take_states(table), incoming)
+        lay.empty.states.put(lay.empty.states.take(table), incoming)
 
 
 def _wanted(call: Call, need: Sequence[Need]) -> list[tuple[Pack, list[int]]]:
     """Return the packs in which some sequence publishes a state, with those sequences."""
-    packs = (call.layout.single, call.layout.empty)
+    packs = (call.frame.layout.single, call.frame.layout.empty)
     found = [
         (pack, [i for i, each in enumerate(pack.sequences) if need[each.segment].state])
         for pack in packs
@@ -112,8 +111,9 @@ def _write(
 
 
 def _transitions(call: Call, pack: Pack) -> Tensor:
-    if pack is call.layout.single:
-        return single.transition(call.packed(pack), call.options, call.dtype)
-    heads, _, keys = call.state_shape
-    eye = torch.eye(keys, dtype=call.dtype, device=call.layout.device)
+    frame = call.frame
+    if pack is frame.layout.single:
+        return single.transition(call.packed(pack), frame.options, frame.dtype)
+    heads, _, keys = frame.state_shape
+    eye = torch.eye(keys, dtype=frame.dtype, device=frame.layout.device)
     return eye.expand(len(pack.sequences), heads, keys, keys)
