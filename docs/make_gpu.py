@@ -211,9 +211,25 @@ def _delays(found: Documents) -> Iterator[Block]:
     yield _table(header, lines)
 
 
+def _sharded(found: Documents) -> Iterator[Block]:
+    for d in found.values():
+        tokens, *heads = d["size"]
+        yield Text(
+            f"KDA on {d['world_size']} ranks (threads) of {tokens} tokens, H, HV, K, V {heads}, {d['dtype']}: relative "
+            f"root mean square of the difference to the same engine's unsharded run, on the worst rank, beside "
+            f"{d['limit']:g}; and of both to fp64. Commit {_commit(d)}."
+        )
+        cells = ("unsharded", "fp64", "unsharded_fp64")
+        lines = (
+            (r["engine"], r["gate"], r["name"], *(f"{r[n]:.1e}" for n in cells)) for r in d["rows"]
+        )
+        yield _table("engine | gate# | of | to unsharded# | to fp64# | unsharded to fp64#", lines)
+
+
 #: Titles and makers of the parts of a page, by kind.
 PARTS = {"step": ("Steps", _steps), "conformance": ("Conformance", _conformance),
          "bench": ("Benches", _benches), "cold": ("Cold start", _cold),
+         "sharded": ("Sharded against unsharded", _sharded),
          "delays": ("Exchanges with random delays", _delays),
          "compositions": ("Compositions side by side", _compositions)}  # fmt: skip
 

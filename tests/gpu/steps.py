@@ -269,6 +269,7 @@ def _kernels(out: Path) -> list[Step]:
         *(_capture("B", *pair) for pair in pairs),
         *(_ops("B", *pair) for pair in pairs),
         _file("long sequences", "B", 85, 200, SHARED_DAEMON),
+        _file("sharded", "B", 40, 150, NO_DAEMON),
         _file("large", "B", 30, 150, OWN_DAEMON),
         _file("cold start", "B", 75, 180, NO_DAEMON),
         *sanitizers,
