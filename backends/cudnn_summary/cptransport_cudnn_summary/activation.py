@@ -9,7 +9,7 @@ nothing is applied, tensors and gradients are handed through.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,13 +71,21 @@ class Outside:
             factor=factor,
         )
 
-    def changes(self, x: Mapping[str, Tensor], dtype: torch.dtype) -> bool:
-        """Whether ``activate`` makes anything of inputs, or hands them all through."""
-        if self.l2norm or self.gate or self.sigmoid or self.factor != 1.0:
-            return True
-        if self.heads and x["q"].shape[1] != x["v"].shape[1]:
-            return True
-        return any(each.dtype != dtype for name, each in x.items() if name not in ("q", "k", "v"))
+    def changes(self, dtypes: Iterable[torch.dtype], dtype: torch.dtype, copies: int) -> bool:
+        """Whether ``activate`` makes anything of inputs, or hands them all through.
+
+        Args:
+            dtypes: of g, beta and parameters. dtype: of states.
+            copies: HV / H.
+        """
+        return (
+            self.l2norm
+            or self.gate
+            or self.sigmoid
+            or self.factor != 1.0
+            or (self.heads and copies > 1)
+            or any(each != dtype for each in dtypes)
+        )
 
 
 def activate(
@@ -112,51 +120,59 @@ def _normalised(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-class Activated:
+class Activated(NamedTuple):
     """Inputs of one call as cuDNN takes them, and the way back for their gradients.
-
-    Args:
-        x, options, outside, dtype: of ``activate``.
-        differentiable: whether there is a way back.
 
     Attributes:
         tokens: without a graph.
+        leaves: what they were made of. ends: what was made of these.
     """
 
-    def __init__(
-        self,
+    tokens: Tokens
+    leaves: Mapping[str, Tensor]
+    ends: Tokens
+
+    @classmethod
+    def unchanged(cls, x: Mapping[str, Tensor]) -> Activated:
+        """Hand inputs through."""
+        tokens = Tokens(*(x.get(name) for name in _NAMES))  # type: ignore[arg-type]
+        return cls(tokens, x, tokens)
+
+    @classmethod
+    def of(
+        cls,
         x: Mapping[str, Tensor],
         options: KDAOptions,
         outside: Outside,
         dtype: torch.dtype,
         *,
         differentiable: bool,
-    ) -> None:
-        self._leaves = x
-        if not differentiable or not outside.changes(x, dtype):
-            self.tokens = self._ends = activate(x, options, outside, dtype)
-            return
-        self._leaves = {name: each.detach().requires_grad_() for name, each in x.items()}
+    ) -> Activated:
+        """Activate; arguments as ``activate``, and whether there is a way back."""
+        if not differentiable:
+            tokens = activate(x, options, outside, dtype)
+            return cls(tokens, x, tokens)
+        leaves = {name: each.detach().requires_grad_() for name, each in x.items()}
         with torch.enable_grad():
-            self._ends = activate(self._leaves, options, outside, dtype)
-        self.tokens = Tokens(*(None if end is None else end.detach() for end in self._ends))  # type: ignore[arg-type]
+            ends = activate(leaves, options, outside, dtype)
+        tokens = Tokens(*(None if end is None else end.detach() for end in ends))  # type: ignore[arg-type]
+        return cls(tokens, leaves, ends)
 
     def pull_back(self, grads: Tokens) -> dict[str, Tensor]:
         """Return the gradients of the inputs, each in its dtype, from those of the tokens."""
-        leaves = self._leaves
         found: dict[str, Tensor] = {}
         pairs = []
-        for name, end, grad in zip(_NAMES, self._ends, grads, strict=True):
+        for name, end, grad in zip(_NAMES, self.ends, grads, strict=True):
             if end is not None and grad is not None:
-                if end is leaves[name]:
+                if end is self.leaves[name]:
                     found[name] = grad
                 else:
                     pairs.append((end, grad))
         if pairs:
-            others = [name for name in leaves if name not in found]
+            others = [name for name in self.leaves if name not in found]
             ends, given = zip(*pairs, strict=True)
             pulled = torch.autograd.grad(
-                ends, [leaves[name] for name in others], given, materialize_grads=True
+                ends, [self.leaves[name] for name in others], given, materialize_grads=True
             )
             found.update(zip(others, pulled, strict=True))
         return found

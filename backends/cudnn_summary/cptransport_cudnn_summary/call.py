@@ -52,6 +52,7 @@ class Frame:
     Attributes:
         contract, layout, options, dtype: how; of which segments; of the op; of states.
         state_shape: HV, V, K.
+        changes: whether anything is applied outside of cuDNN.
     """
 
     contract: Contract
@@ -59,6 +60,7 @@ class Frame:
     options: KDAOptions
     dtype: torch.dtype
     state_shape: tuple[int, int, int]
+    changes: bool
 
 
 @lru_cache(maxsize=256)
@@ -66,12 +68,12 @@ def _frame(
     query: tuple[int, ...],
     value: tuple[int, ...],
     io: torch.dtype,
-    parameters: tuple[bool, bool],
+    dtypes: tuple[torch.dtype | None, ...],
     options: Same,
     segments: Same,
     device: torch.device,
 ) -> Frame:
-    """Return the frame of shapes of q and v, and of all else.
+    """Return the frame of shapes of q and v, dtypes of v and of g, beta, A_log and dt_bias, and of all else.
 
     A caller's options and segments are objects that it keeps for calls of one signature, to which
     what this backend's variables say belongs; so these are looked at once.
@@ -80,12 +82,15 @@ def _frame(
     batch, tokens, heads, keys = query
     value_heads, values = value[2:]
     sizes = (heads, value_heads, keys, values)
+    a_log, dt_bias = (each is not None for each in dtypes[2:])
+    contract = contract_of(Kind(device, io, dtype, *sizes, options.it, a_log, dt_bias))
     return Frame(
-        contract_of(Kind(device, io, dtype, *sizes, options.it, *parameters)),
+        contract,
         layout(tuple(segments.it), batch, tokens, device),
         options.it,
         dtype,
         (value_heads, values, keys),
+        contract.outside.changes(filter(None, dtypes), dtype, value_heads // heads),
     )
 
 
@@ -114,7 +119,12 @@ class Call:
             x.q.shape,
             x.v.shape,
             x.v.dtype,
-            (x.A_log is not None, x.dt_bias is not None),
+            (
+                x.g.dtype,
+                x.beta.dtype,
+                None if x.A_log is None else x.A_log.dtype,
+                None if x.dt_bias is None else x.dt_bias.dtype,
+            ),
             Same(x.options),
             Same(segments),
             x.v.device,
@@ -132,8 +142,11 @@ class Call:
     def activated(self) -> Activated:
         """The inputs of ``layout.long``, activated when first asked for."""
         frame = self.frame
-        return Activated(
-            self.packed(frame.layout.long),
+        x = self.packed(frame.layout.long)
+        if not frame.changes:
+            return Activated.unchanged(x)
+        return Activated.of(
+            x,
             frame.options,
             frame.contract.outside,
             frame.dtype,
@@ -196,9 +209,9 @@ class Kept:
     Attributes:
         enter: states that entered, ``[R, HV, V, K]``.
         r: effective queries ``[t, HV, K]`` of interior segments, by ``identity``.
-        m: transitions of interior segments, by ``identity`` or ``summary``.
+        m: transitions of interior segments as the slot has them, by ``identity`` or ``summary``.
         interior: these, where they are not delegated.
-        delegated: the same by ``triton``.
+        delegated: the same by ``triton``; it keeps its own.
     """
 
     enter: Tensor

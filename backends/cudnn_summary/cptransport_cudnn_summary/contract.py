@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -87,13 +86,13 @@ class Contract:
         self, t: Tokens, cu_seqlens: Tensor, initial: Tensor, stack: Stack | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return o ``[t, HV, V]`` and final states ``[N, HV, V, K]``."""
-        with _current(t.q):
+        with _ready(t.q):
             o, final, _ = self.library.forward(
                 *t[:5],
                 cu_seqlens,
                 self.scale,
-                initial_state=initial,
-                output_final_state=True,
+                initial,
+                True,  # output_final_state
                 **self._gate(t),
                 **self._stacked("forward", stack),
             )
@@ -120,14 +119,14 @@ class Contract:
         stack: Stack | None = None,
     ) -> tuple[Tokens, Tensor]:
         """Return gradients of the tokens and of the initial states."""
-        with _current(t.q):
+        with _ready(t.q):
             *grads, d_initial, d_a_log, d_dt_bias = self.library.backward(
                 do,
                 *t[:5],
                 cu_seqlens,
                 self.scale,
-                initial_state=initial,
-                d_final_state=d_final,
+                initial,
+                d_final,
                 **self._gate(t),
                 **self._stacked("backward", stack),
             )
@@ -140,7 +139,7 @@ class Contract:
 
     def summary(self, t: Tokens, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Return E ``[N, HV, V, K]`` and M ``[N, HV, K, K]``."""
-        with _current(t.k):
+        with _ready(t.k):
             state, transition = self.library.summary(
                 t.k, t.v, t.g, t.beta, cu_seqlens, output_transition=True, **self._gate(t)
             )
@@ -148,7 +147,7 @@ class Contract:
 
     def summary_backward(self, do: Tensor, t: Tokens, cu_seqlens: Tensor) -> Tensor:
         """Return dE ``[N, HV, V, K]``."""
-        with _current(t.k):
+        with _ready(t.k):
             state, _ = self.library.summary_backward(
                 do, t.q, t.k, t.g, t.beta, cu_seqlens, self.scale, **self._gate(t)
             )
@@ -167,6 +166,25 @@ class Contract:
         return {state: stack.state, transition: stack.transition}
 
 
-def _current(x: Tensor) -> AbstractContextManager[Any]:
-    """cuDNN's plans are those of the current device, whatever device the tensors are on."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+class _ready:  # noqa: N801  # a guard
+    """Make the device of a tensor current, whose plans cuDNN takes; go past autograd.
+
+    Ops like cuDNN's have Python code for autograd that every call runs, to find without grad mode that
+    there is nothing to do; it costs the host up to half of what reaches the op.
+    """
+
+    __slots__ = ("_below", "_device")
+
+    def __init__(self, x: Tensor) -> None:
+        self._device = torch.cuda.device(x.device) if x.is_cuda else None
+        self._below = torch._C._AutoDispatchBelowAutograd()
+
+    def __enter__(self) -> None:
+        if self._device is not None:
+            self._device.__enter__()
+        self._below.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._below.__exit__(*error)
+        if self._device is not None:
+            self._device.__exit__(*error)

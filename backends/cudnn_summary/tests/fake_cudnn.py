@@ -367,11 +367,20 @@ class Fake:
         assert min(lengths) >= 2, f"a kernel was given sequences of {lengths} tokens"
 
 
+#: Dispatch keys that calls from outside of any op leave out.
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
 @contextlib.contextmanager
 def _own_graph() -> Iterator[None]:
-    """A graph that the caller's hooks (activation checkpointing) do not see: kernels have none."""
+    """A graph that the caller's hooks (activation checkpointing) do not see: kernels have none.
+
+    Ops run below autograd, so it is let in again.
+    """
     own = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-    with torch.enable_grad(), own:
+    included = torch._C._dispatch_tls_local_include_set()
+    inside = torch._C._ForceDispatchKeyGuard(included, _EXCLUDED)
+    with torch.enable_grad(), own, inside:
         yield
 
 
