@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 #: Resolves to a ``[R, ...]`` table of states when called; calling may wait for peers, so call it as
-#: late as possible. It may have a method ``summaries()``: what came, not folded, for an engine that
+#: late as possible. Nobody else writes to the table any more. It may have a method ``summaries()``: what came, not folded, for an engine that
 #: composes by itself, or None (``exchange.Summaries``).
 StateTable = Callable[[], Tensor]
 

@@ -93,7 +93,7 @@ def begin(
     do = flat(output)
     run = Backward(call, kept, _turns(lay, Same(need)), do, lay.long.rows.take(do))
     if kept.delegated is not None:
-        kept.delegated.backward_local(output, call.frame.state_shape[2], out)
+        kept.delegated.backward_local(output, out)
     elif kept.interior is not None:
         assert kept.m is not None
         kept.interior.states.put(_entering_grads(run, kept.interior), out["state"])

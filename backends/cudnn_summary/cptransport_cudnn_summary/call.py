@@ -209,9 +209,9 @@ class Kept:
     Attributes:
         enter: states that entered, ``[R, HV, V, K]``.
         r: effective queries ``[t, HV, K]`` of interior segments, by ``identity``.
-        m: transitions of interior segments as the slot has them, by ``identity`` or ``summary``.
+        m: transitions of interior segments, by ``identity`` or ``summary``.
         interior: these, where they are not delegated.
-        delegated: the same by ``triton``; it keeps its own.
+        delegated: the same by ``triton``.
     """
 
     enter: Tensor
@@ -233,16 +233,17 @@ class _Meta:
 
 def keep(call: Call, kept: Kept) -> Saved:
     """Pack what is kept; equally many tensors on every rank."""
-    share, count, meta = None, 0, None
+    share, m, count, meta = None, kept.m, 0, None
     inner: tuple[Tensor | None, ...] = ()
     if kept.delegated is not None:
         assert kept.delegated.saved is not None
         share, inner = kept.delegated.share, kept.delegated.saved.tensors
+        m = kept.delegated.m
         count, meta = len(inner), kept.delegated.saved.meta
     if call.frame.contract.interior == "triton":
         inner += (None,) * (SAVED - count)
     return Saved(
-        (*call.inputs.values(), kept.enter, kept.r, kept.m, *inner),
+        (*call.inputs.values(), kept.enter, kept.r, m, *inner),
         _Meta(call.frame, tuple(call.inputs), kept.interior, share, count, meta),
     )
 
@@ -256,6 +257,7 @@ def reopen(saved: Saved, seed: Tensor | None) -> tuple[Call, Kept]:
     assert enter is not None
     delegated = None
     if meta.share is not None:
-        delegated = Delegated(meta.share, saved=Saved(tuple(rest[: meta.count]), meta.meta))
+        inner = Saved(tuple(rest[: meta.count]), meta.meta)
+        delegated = Delegated(meta.share, m=m, saved=inner)
     call = Call(meta.frame, dict(zip(meta.names, inputs, strict=True)), seed, differentiable=True)
     return call, Kept(enter, r, m, meta.interior, delegated)

@@ -101,13 +101,9 @@ class Contract:
     def identity(self, t: Tokens, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Return effective queries ``[t, HV, K]`` and transitions ``[N, HV, K, K]``."""
         tokens, heads, keys = t.g.shape
-        eye = torch.eye(keys, dtype=t.g.dtype, device=t.g.device)
-        count = len(cu_seqlens) - 1
-        return self.forward(
-            t._replace(v=t.v.new_zeros(tokens, heads, keys)),
-            cu_seqlens,
-            eye.expand(count, heads, keys, keys).contiguous(),
-        )
+        eye = t.g.new_zeros(len(cu_seqlens) - 1, heads, keys, keys)
+        eye.diagonal(dim1=-2, dim2=-1).fill_(1)
+        return self.forward(t._replace(v=t.v.new_zeros(tokens, heads, keys)), cu_seqlens, eye)
 
     def backward(
         self,

@@ -7,7 +7,7 @@ K-major, those here V-major. Its backward is not run: cuDNN's is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,19 +34,21 @@ class Share:
 
     Attributes:
         rows: of state tables that belong to the segments.
-        segments, need: of these segments.
+        segments: themselves. need, grad_need: of them, in the forward and in the backward.
     """
 
     rows: Rows
     segments: tuple[LocalSegment, ...]
     need: tuple[Need, ...]
+    grad_need: tuple[Need, ...]
 
     @classmethod
     def of(cls, chosen: frozenset[int], lay: Layout) -> Share:
         """Take some of the rank's segments."""
         segments = tuple(lay.segments[i] for i in sorted(chosen))
         need = (Need(state=True, transition=True),) * len(segments)
-        return cls(lay.state_rows(chosen), segments, need)
+        grad_need = (Need(state=True, transition=False),) * len(segments)
+        return cls(lay.state_rows(chosen), segments, need, grad_need)
 
 
 @dataclass
@@ -56,20 +58,24 @@ class Delegated:
     Attributes:
         share: which.
         local: the triton engine's, between the halves of a forward.
-        saved: what it saved.
+        m: transitions of the segments, K-major.
+        saved: what the engine saved.
     """
 
     share: Share
     local: Any = None
+    m: Tensor | None = None
     saved: Saved | None = None
 
     def forward_local(self, inputs: KDAInputs, out: Mapping[str, Tensor]) -> None:
         """Run the pass over the segments and write their E and M."""
         share = self.share
-        tables = self._tables(inputs.v.shape, inputs.k.shape[3], out)
+        tables = {name: self._table(table) for name, table in out.items()}
         given = inputs if inputs.seed is None else replace(inputs, seed=None)
         self.local = _engine().forward_local(given, share.segments, share.need, tables)
-        self._write(tables, out)
+        self.m = tables["transition"]
+        share.rows.put(tables["state"].mT, out["state"])
+        share.rows.put(self.m.mT, out["transition"])
 
     def forward_finish(self, entering: Tensor) -> Tensor:
         """Return o ``[B, T, HV, V]``, right in the segments' rows, zeros in those of no segment.
@@ -81,23 +87,18 @@ class Delegated:
         self.local, self.saved = None, finished.saved
         return finished.output  # type: ignore[no-any-return]
 
-    def backward_local(self, do: Tensor, keys: int, out: Mapping[str, Tensor]) -> None:
+    def backward_local(self, do: Tensor, out: Mapping[str, Tensor]) -> None:
         """Write dE and M of the segments."""
+        share = self.share
         assert self.saved is not None
-        tables = self._tables(do.shape, keys, out)
-        _engine().backward_local(self.saved, OutputGrads(do, None), self.share.need, tables)
-        self._write(tables, out)
+        assert self.m is not None
+        table = self._table(out["state"])
+        given = OutputGrads(do, None)
+        _engine().backward_local(self.saved, given, share.grad_need, {"state": table})
+        share.rows.put(table.mT, out["state"])
+        share.rows.put(self.m.mT, out["transition"])
 
-    def _tables(
-        self, shape: Sequence[int], keys: int, out: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        heads, values = shape[2:]
-        columns = {"state": values, "transition": keys}
-        return {
-            name: table.new_empty(self.share.rows.count, heads, keys, columns[name])
-            for name, table in out.items()
-        }
-
-    def _write(self, tables: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        for name, table in tables.items():
-            self.share.rows.put(table.mT, out[name])
+    def _table(self, like: Tensor) -> Tensor:
+        """Make a K-major table of the segments, for what ``like`` has V-major."""
+        heads, rows, columns = like.shape[1:]
+        return like.new_empty(self.share.rows.count, heads, columns, rows)
