@@ -367,7 +367,7 @@ def _mixer(group: str, ranks: int, shapes: Sequence[str], *, small: bool, backen
             *(*MIXER, "--backend", backend, "--world-size", str(ranks), *words, *size),
             *("--baseline", "all_to_all", *TEN, "--timeout-s", "90"),
         ),
-        estimate_s=20 + 8 * len(shapes),
+        estimate_s=20 + 18 * len(shapes),
         limit_s=150,
         bench=True,
         alone=True,
