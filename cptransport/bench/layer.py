@@ -32,7 +32,8 @@ from cptransport.bench.timing import (
     captured,
     measure,
 )
-from cptransport.engine_registry import engine_variables
+from cptransport.engine_registry import load_engine
+from cptransport.errors import BackendError
 from cptransport.ops import last_run
 
 __all__ = ["measure_layers"]
@@ -102,8 +103,9 @@ def _measure(stage: Stage, args: argparse.Namespace, step: Progress) -> list[dic
             f"all ranks, the unsharded op, and a reference in fp64 ({engine or 'engine auto'})", 0.0
         )
         providers += stage.own(engine, [False, True] if args.overlap else [False])
-        for name, value in dict(args.set or ()).items():
-            if name in engine_variables():
+        variables = _variables(stage.layer.op, engine)
+        for name, value in dict.fromkeys(args.set or []):
+            if name in variables:
                 providers += stage.own(engine, [False], {name: value})
     # What peers with context parallelism must give: of the first engine that was right itself.
     sharded = next((one for one in providers if one.transport is not None), providers[0])
@@ -129,6 +131,14 @@ def _measure(stage: Stage, args: argparse.Namespace, step: Progress) -> list[dic
         step(f"repeat {repeat + 1} of {args.repeats}", repeat / args.repeats)
         measure(timed, Budget(args.warmup, args.iterations, cold), device=stage.device)
     return [_row(entry, args.bandwidth_gbytes_s) for entry in entries]
+
+
+def _variables(op: str, engine: str | None) -> tuple[str, ...]:
+    """Return the variables of an engine's own; none of one that does not load, as its rows say."""
+    try:
+        return getattr(load_engine(op, engine), "variables", ()) if engine else ()
+    except BackendError:
+        return ()
 
 
 class _Runs:

@@ -56,8 +56,8 @@ __all__ = [
 ]
 
 #: Resolves to a ``[R, ...]`` table of states when called; calling may wait for peers, so call it as
-#: late as possible. Nobody else writes to the table any more. It may have a method ``summaries()``: what came, not folded, for an engine that
-#: composes by itself, or None (``exchange.Summaries``).
+#: late as possible. Nobody writes to the table after that. It may have a method ``summaries()``: what
+#: came, not folded, for an engine that composes by itself, or None (``exchange.Summaries``).
 StateTable = Callable[[], Tensor]
 
 

@@ -260,7 +260,7 @@ def test_an_engine_is_measured_once_more_with_a_variable_of_its_own(
     small = ["--tokens", "24", "--heads", "1", "--key-dim", "8", "--value-dim", "4"]
     small += ["--engine", "torch", "--set", f"{name}=identity"]
     assert not [r for r in by_status(bench("kda", *small), "ok") if name in r["options"]]
-    monkeypatch.setattr("cptransport.engine_registry._variables", {name: None})
+    monkeypatch.setattr(layer.load_engine("kda", "torch"), "variables", (name,), raising=False)
     monkeypatch.setattr("cptransport.registry.declared_variables", lambda: (name,))
     good = by_status(bench("kda", *small), "ok")
     assert [(r["provider"], r["mode"]) for r in good if name in r["options"]] == [

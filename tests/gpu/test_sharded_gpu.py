@@ -37,7 +37,8 @@ WAYS: dict[str, tuple[str, dict[str, str]]] = (
         "cudnn, interior segments by identity": ("cudnn", {INTERIOR: "identity"}),
     }
 )
-GATES = (-0.01, -1.0, -5.0)
+#: Means; below about -3 some 16 tokens of a channel leave the range of cuDNN's kernels.
+GATES = (-0.01, -0.25, -1.0, -2.5)
 SIZE = (32, 2, 2, 8, 8) if rig.REHEARSAL else (512, 4, 4, 128, 128)
 
 
