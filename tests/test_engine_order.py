@@ -141,8 +141,11 @@ def test_a_table_lists_cudnn_where_it_was_faster_at_every_gate() -> None:
         (1024, "triton"),
         (2048, "cudnn"),
     ]
-    # What one engine alone did, what was not verified or measured otherwise says nothing.
+    # What one engine alone did, what was not verified or measured or set otherwise says nothing.
     assert engines(document(strong[0]), document(weak[1])) == []
+    otherwise = document(("cudnn", -0.01, 100.0))
+    otherwise["rows"][0]["options"]["CULA_CP_CUDNN_INTERIOR"] = "identity"
+    assert engines(document(*strong, *weak), otherwise) == [(2048, "triton")]
     for changes in (
         {"verified": False},
         {"timer": "perf_counter"},

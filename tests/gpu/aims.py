@@ -248,6 +248,7 @@ def _where(row: Row, shared: int) -> str:
     for name in ("gate_mean", "engine", "composition"):
         if options.get(name) is not None:
             words.append(f"{name} {options[name]}")
+    words += [f"{name}={value}" for name, value in options.items() if name.startswith("CULA_")]
     if (shape.get("B") or 1) > 1:
         words.append(f"B {shape['B']}")
     if (
