@@ -118,7 +118,7 @@ def _busy_device(ranks: Ranks) -> None:
 
 
 def _capture(ranks: Ranks, uses: int) -> None:
-    """Capture ``uses`` generations of a fetched and a gathered slot, replay 20 times, eager between."""
+    """Capture ``uses`` generations of a fetched and a gathered slot, twice; replay both in turn, eager between."""
     transport = ranks.create()
     size = ranks.world_size
     source_value = torch.zeros(4096, device=transport.device)
@@ -156,10 +156,11 @@ def _capture(ranks: Ranks, uses: int) -> None:
             turn(index)
     torch.cuda.synchronize()
     ranks.sync()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for index in range(uses):
-            turn(index)
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    for graph in graphs:
+        with torch.cuda.graph(graph, stream=stream):
+            for index in range(uses):
+                turn(index)
     ranks.sync()
     for replay in range(20):
         base = 1000 * (replay + 1)
@@ -172,7 +173,7 @@ def _capture(ranks: Ranks, uses: int) -> None:
             for index in range(uses):
                 turn(index)
         else:
-            graph.replay()
+            graphs[replay % 2].replay()
         check(base)
     torch.cuda.synchronize()
     ranks.sync()
@@ -245,7 +246,7 @@ class DeviceContract(ContractTests):
     @pytest.mark.usefixtures("_cuda")
     @pytest.mark.parametrize("uses", [1, 2, 3])
     def test_capture_and_replay(self, world_size: int, uses: int) -> None:
-        """Odd and even uses of a slot in a capture, 20 replays, eager calls between them."""
+        """Odd and even uses of a slot in a capture, and in another one; 20 replays, eager calls between them."""
         self.run(_capture, world_size, uses=uses)
 
     @clause("C37", "C26", ranks=2)

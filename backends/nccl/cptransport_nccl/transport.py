@@ -24,9 +24,11 @@ Picture, one rank, current stream above, communication stream below::
   is received or not: that it was, the receiver's host says through the group's store, and the
   sender's ``stage`` two generations later looks there.
 
-Memory: staged and received tensors are double-buffered; ``stage`` of g makes the current stream
-wait for the sends of g-2, and every group waits for the current stream, so receives of g cannot
-overtake readers of g-2. Captures have buffers of their own.
+Memory: staged and received tensors are double-buffered; ``stage`` makes the current stream wait for
+what the slot's memory was last sent from or received into, and every group waits for the current
+stream, so receives of g cannot overtake readers of g-2. Captures have buffers of their own, and in a
+capture the current stream waits for every group as soon as it is issued, since a capture must not
+leave work that nothing waits for; events of another capture, or of none, mean nothing there.
 
 Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
 the next verb raises. A kernel that is ended leaves anything where it was to receive; a small launch
@@ -62,16 +64,14 @@ class _Traffic:
     """What has been issued for one generation.
 
     Attributes:
-        captured: in a graph capture; its events mean nothing outside.
+        captured: in a graph capture; its events mean nothing outside of that one.
         received: the receives of the routes were issued.
-        done: events after everything issued.
         arrived: event after the receives of the routes.
         asked: source -> event after the receives of its parts without routes.
     """
 
     captured: bool
     received: bool = False
-    done: list[torch.cuda.Event] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
     asked: dict[int, torch.cuda.Event | None] = field(default_factory=dict)
 
@@ -89,6 +89,8 @@ class NcclTransport(LanesTransport):
     ) -> None:
         self._memory: dict[tuple[str, ...], Tensor] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
+        #: Events after all that was last issued on a slot's memory, outside of captures.
+        self._under_way: dict[tuple[str, int], list[torch.cuda.Event]] = {}
         super().__init__(control, device, timeout_s, CAPABILITIES, identity, notes)
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
@@ -97,10 +99,10 @@ class NcclTransport(LanesTransport):
         captured = torch.cuda.is_current_stream_capturing()
         if retired is not None:
             self._receive_routes(retired)
-        old = self._traffic.pop((name, number - 2), None)
-        for event in old.done if old and old.captured == captured else ():
-            stream.wait_event(event)
+        self._traffic.pop((name, number - 2), None)
         if not captured:
+            for event in self._under_way.pop((name, number % 2), ()):
+                stream.wait_event(event)
             self._await_takes(current)
         self._traffic[name, number] = _Traffic(captured)
         if any(part.routes is None for part in current.slot.parts):
@@ -179,6 +181,7 @@ class NcclTransport(LanesTransport):
                 still_used(memory, lane.stream)  # what was issued and never drained
         super()._close(broken)
         self._traffic.clear()
+        self._under_way.clear()
         if not self.aborting:
             self._memory.clear()
 
@@ -252,7 +255,9 @@ class NcclTransport(LanesTransport):
                     comm.receive(targets[part.name, source] + offset, nbytes, source, stream)
 
         event = self._run(lane, current, tuple(sorted(to | of)), post, expected)
-        self._traffic[current.slot.name, current.number].done.append(event)
+        if not self._traffic[current.slot.name, current.number].captured:
+            place = (current.slot.name, current.number % 2)
+            self._under_way.setdefault(place, []).append(event)
         return event
 
     def _targets(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import queue
 import threading
 import time
@@ -39,11 +40,31 @@ _WAIT_S = 60.0
 connecting_s = aborting_s = 0.0
 
 
+_thread = threading.local()
+_captures = itertools.count(1)
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """Have this thread capture: the same is done, at once, but other captures' events mean nothing."""
+    _thread.capture = next(_captures)
+    try:
+        yield
+    finally:
+        _thread.capture = 0
+
+
+def _capturing() -> int:
+    return getattr(_thread, "capture", 0)
+
+
 class Event:
     def __init__(self) -> None:
         self._done = threading.Event()
+        self.capture = 0
 
     def record(self, stream: Any) -> None:
+        self.capture = _capturing()
         stream.submit(self._done.set)
 
     def wait(self) -> None:
@@ -59,6 +80,8 @@ class Host:
         work()
 
     def wait_event(self, event: Event) -> None:
+        if event.capture != _capturing():
+            raise RuntimeError("operation failed due to a previous error during capture")
         event.wait()
 
 
@@ -270,7 +293,7 @@ class _Cuda:
         return contextlib.nullcontext()
 
     def is_current_stream_capturing(self) -> bool:
-        return False
+        return _capturing() > 0
 
 
 class _Torch:
