@@ -35,6 +35,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from cptransport.same import Same
 from cptransport.transport import PartSpec
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "OutputGrads",
     "SSDInputs",
     "SSDOptions",
+    "Same",
     "Saved",
     "StateTable",
 ]

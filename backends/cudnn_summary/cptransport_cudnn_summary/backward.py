@@ -10,8 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cptransport.engines import Grads, Need, OutputGrads, Saved, StateTable
-from cptransport.same import Same
+from cptransport.engines import Grads, Need, OutputGrads, Same, Saved, StateTable
 from cptransport_cudnn_summary import short
 from cptransport_cudnn_summary.activation import Tokens
 from cptransport_cudnn_summary.call import INPUTS, PARAMETERS, TOKENS, Call, Kept, reopen, spread

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cptransport.engines import KDAInputs, KDAOptions, LocalSegment, Saved
-from cptransport.same import Same
+from cptransport.engines import KDAInputs, KDAOptions, LocalSegment, Same, Saved
 from cptransport_cudnn_summary.activation import Activated, Tokens
 from cptransport_cudnn_summary.concat import Stack, stack
 from cptransport_cudnn_summary.contract import Contract, Kind

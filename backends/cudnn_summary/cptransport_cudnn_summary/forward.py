@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from torch import Tensor
 
-from cptransport.engines import Finished, KDAInputs, LocalSegment, Need, StateTable
-from cptransport.same import Same
+from cptransport.engines import Finished, KDAInputs, LocalSegment, Need, Same, StateTable
 from cptransport_cudnn_summary import short
 from cptransport_cudnn_summary.call import Call, Kept, keep, spread
 from cptransport_cudnn_summary.concat import Stack
