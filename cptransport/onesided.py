@@ -6,18 +6,19 @@ their own region, peers read it in place. Two ways to order that, both from
 ``cptransport_kernels.signals``:
 
 * *pairwise* (default): ``publish`` raises a flag at every destination, takers wait for the flags of
-  their sources, and ``stage`` tells everyone what this rank no longer reads. ``stage`` of g waits
-  until every destination of g-2 has said so.
+  their sources, and ``stage`` tells everyone what this rank no longer reads. ``stage`` waits until
+  every destination of the last generation in the same buffer has said so.
 * *barrier*: ``publish`` is one barrier of all ranks. No acknowledgement is needed: a rank passes
   the barrier of g-1 only after every peer has staged g-1 and thereby released g-2, whose buffer g
   reuses. With one buffer that would not hold. Only messages that must be taken (parts without
   routes) are acknowledged, as above.
 
-A slot has one region per rank, alike on all, cut into four buffers: two for eager generations
-(g mod 2), two for generations inside captured graphs, whose addresses are fixed. A captured
-generation may follow one that used the same buffer (a graph with an odd number of stages,
-replayed), so it waits for *all* ranks to have released g-1. Regions grow at ``stage``,
-collectively; that synchronises the host, and cannot happen inside a capture.
+A slot has one region per rank, alike on all, cut into four buffers: two for eager generations, in
+turn, two for generations inside captured graphs, whose addresses are fixed. Which one comes next
+follows from no generation's number: the host counts a generation when it is captured, the device
+when it is replayed. A captured generation may follow one that used the same buffer (a graph with an
+odd number of stages, replayed), so it waits for *all* ranks to have released g-1. Regions grow at
+``stage``, collectively; that synchronises the host, and cannot happen inside a capture.
 
 ``fetch`` copies out of the peer's memory; ``gather`` leaves parts in place and writes the table of
 addresses on the device; its ``tensor`` copies on demand. Nothing here waits on the host but growth
@@ -74,9 +75,11 @@ class _SlotState:
     capacity: int = 0  # bytes of one buffer
     region: PeerRegion | None = None
     regions: Tensor | None = None  # int64 [N]: every rank's region
-    captured: int = 0  # stages inside captures so far
+    eager: int = 0  # stages outside captures so far
+    captured: int = 0  # inside
+    capturing: bool = False  # the last one was inside
     placed: dict[str, int] = field(default_factory=dict)  # part -> offset of this generation
-    awaited: tuple[int, int] = (0, 0)  # ranks that must release the last two generations, as bits
+    awaited: tuple[int, int] = (0, 0)  # ranks that must release the last two eager ones, as bits
 
 
 class OneSidedTransport(TransportBase):
@@ -169,12 +172,14 @@ class OneSidedTransport(TransportBase):
                     f"slot {slot.name!r} must be staged once with these shapes before it is captured"
                 )
             self._grow(state, slot, total)
+        state.capturing = capturing
         if capturing:
             buffer, depth, waits = _DEPTH + state.captured % _DEPTH, 1, self._others
             state.captured += 1
         else:
-            buffer, depth, waits = current.number % _DEPTH, 2, state.awaited[0]
-        state.awaited = (state.awaited[1], 0)
+            buffer, depth, waits = state.eager % _DEPTH, 2, state.awaited[0]
+            state.eager += 1
+            state.awaited = (state.awaited[1], 0)
         self._signals.stage(
             self._counters,
             self._board,
@@ -216,7 +221,8 @@ class OneSidedTransport(TransportBase):
                 if self._moves(part, self.rank, rank, to):
                     targets |= 1 << rank
                     owing |= 1 << rank if part.routes is None else 0
-        state.awaited = (state.awaited[0], owing if self._by_barrier else targets)
+        if not state.capturing:
+            state.awaited = (state.awaited[0], owing if self._by_barrier else targets)
         if self._by_barrier:
             self._meet(state.index, self._step(current), count=False)
         elif targets:
