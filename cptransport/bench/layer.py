@@ -64,6 +64,8 @@ def measure_layers(
     layers: Sequence[LayerOp], args: argparse.Namespace, progress: Progress
 ) -> Measured:
     """Measure an op in several configurations, one after the other; see the module docstring."""
+    if args.set and not args.engine:
+        raise ValueError("--set is for engines that --engine names")
     if args.world_size < 3:
         raise ValueError("an interior rank needs at least 3 ranks")
     device = torch.device("cuda", 0) if args.device == "cuda" else torch.device("cpu")

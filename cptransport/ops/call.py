@@ -304,12 +304,15 @@ class _BoundaryFunction(torch.autograd.Function):
         """Run the forward and save what the backward needs."""
         with reporting(call.context.transport):
             result = run_forward(call, tensors, initial_state)
+        output = result.output
+        if output._is_view():  # autograd lets nobody change a view that a function returns
+            output = output.clone()
         ctx.call, ctx.meta = call, result.saved.meta
-        ctx.output_like = (result.output.shape, result.output.dtype, result.output.device)
+        ctx.output_like = (output.shape, output.dtype, output.device)
         ctx.set_materialize_grads(False)
-        history = history_of(result.output)
+        history = history_of(output)
         ctx.save_for_backward(history, *result.saved.tensors)
-        return result.output, result.final_states, history
+        return output, result.final_states, history
 
     @staticmethod
     @once_differentiable

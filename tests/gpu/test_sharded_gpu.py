@@ -42,8 +42,8 @@ GATES = (-0.01, -0.25, -1.0, -2.5)
 SIZE = (32, 2, 2, 8, 8) if rig.REHEARSAL else (512, 4, 4, 128, 128)
 
 
-def _sharded(stage: Stage, engine: str) -> list[Tensors]:
-    """Return what every rank gets."""
+def _sharded(stage: Stage, engine: str, interior: str) -> list[Tensors]:
+    """Return what every rank gets; ``interior`` says how segments inside a chain ran."""
 
     def step(transport: BoundaryTransport) -> Tensors:
         cp, rank = CPContext(stage.plan, transport), transport.rank
@@ -51,6 +51,7 @@ def _sharded(stage: Stage, engine: str) -> list[Tensors]:
         ran = last_run()
         assert ran is not None
         assert ran.engine == engine
+        assert ran.detail.count(interior), ran.detail
         return found
 
     return threads.run(step, RANKS, rig.WATCHDOG_S, device=str(stage.device))
@@ -71,7 +72,7 @@ def test_distance_to_the_unsharded_op() -> None:
             if engine == "cudnn" and find_spec("cudnn") is None:
                 continue
             with asking(overlap=False, setting=setting):
-                ranks = _sharded(stage, engine)
+                ranks = _sharded(stage, engine, way.partition(", ")[2])
                 whole = stage.layer.explicit(stage.inputs, single, engine, stage.grad)
             for name, unsharded in whole.items():
                 tolerance = rms_tolerance("output" if name == "o" else f"d{name}")

@@ -324,3 +324,21 @@ def facts_of(case: OpCase, **options: Any) -> Any:
         requires_grad=frozenset(),
         options=KDAOptions(**{"scale": spec.key_dim**-0.5, **options}),
     )
+
+
+@pytest.mark.parametrize("variant", ["hopper", "blackwell"])
+def test_what_the_op_returns_may_be_changed_in_place(use: Use, variant: str) -> None:
+    """On every rank alike: one that raised alone would leave its peers waiting in the backward."""
+    use(variant)
+    case = OpCase.of(spec_of(variant, cu_seqlens=[0, 40], optional=()))
+
+    def step(transport: Any) -> torch.Tensor:
+        run = RankCall(transport, case).forward()
+        before = run.output.detach().clone()
+        run.output.mul_(2.0)
+        assert torch.equal(run.output, 2 * before)
+        run.output.sum().backward()
+        return run.gradients()["v"]
+
+    found = threads.run(step, 4, 30.0)
+    assert all(grad.any() for grad in found)

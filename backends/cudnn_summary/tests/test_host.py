@@ -39,6 +39,7 @@ _FREE = {
         "expand",
         "new_empty",
         "permute",
+        "resize_",
     ),
     *(
         "select",
