@@ -191,9 +191,13 @@ class Call:
 
 
 def spread(like: Tensor, lay: Layout, values: Tensor | None) -> Tensor:
-    """Return ``[B, T, ...]`` with the rows of ``lay.long``; zeros where no segment is."""
+    """Return ``[B, T, ...]`` with the rows of ``lay.long``; zeros where no segment is.
+
+    One batch row of nothing else is ``values`` itself, which gets that shape: an op has to copy a
+    view before it returns it.
+    """
     if values is not None and lay.long.rows.whole:
-        return values.view(like.shape)
+        return values.unsqueeze_(0) if like.shape[0] == 1 else values.view(like.shape)
     make = torch.empty_like if lay.covered else torch.zeros_like
     made = make(like, memory_format=torch.contiguous_format)
     if values is not None:

@@ -173,12 +173,11 @@ class _ready:  # noqa: N801  # a guard
 
     def __init__(self, x: Tensor) -> None:
         self._device = torch.cuda.device(x.device) if x.is_cuda else None
-        self._below = torch._C._AutoDispatchBelowAutograd()
 
     def __enter__(self) -> None:
         if self._device is not None:
             self._device.__enter__()
-        self._below.__enter__()
+        self._below = torch._C._AutoDispatchBelowAutograd()  # begins when it is made
 
     def __exit__(self, *error: object) -> None:
         self._below.__exit__(*error)

@@ -150,10 +150,7 @@ def _output(run: Forward, enter: Tensor) -> Tensor:
         if group.rows.whole and not lay.single.tokens:
             return o
         run.made.put(group.rows, o=group.rows.take(lay.long.rows.take(flat(o))))
-    made, v = run.made.get("o"), call.inputs["v"]
-    if made is not None and lay.long.rows.whole:
-        return made.resize_(v.shape)  # itself: a view would have to be copied for the op's caller
-    return spread(v, lay, made)
+    return spread(call.inputs["v"], lay, run.made.get("o"))
 
 
 def _correct(o: Tensor, r: Tensor, group: Pack, table: Tensor) -> None:

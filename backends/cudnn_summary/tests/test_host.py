@@ -39,7 +39,6 @@ _FREE = {
         "expand",
         "new_empty",
         "permute",
-        "resize_",
     ),
     *(
         "select",
@@ -50,6 +49,7 @@ _FREE = {
         "transpose",
         "unbind",
         "unsqueeze",
+        "unsqueeze_",
         "view",
     ),
 }

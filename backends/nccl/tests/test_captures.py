@@ -3,32 +3,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from cptransport.testing import RankPool, Ranks
+from cptransport.testing import Ranks
 from cptransport.testing.oracle import assert_bytes, fill
 from cptransport.transport import PartSpec, Slot
 
+RANKS = 2
 #: One way, so that a rank only sends or only receives, and both ways.
 _SLOTS = tuple(
     Slot(name, (PartSpec("x", (4,), torch.float32, frozenset(routes)),))
     for name, routes in (("one", {(0, 1)}), ("both", {(0, 1), (1, 0)}))
 )
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., list[Any]]]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    with RankPool("fake_nccl:BACKEND", 2, processes=False) as pool:
-        yield lambda case, **kwargs: pool.run(case, transport=False, timeout_s=60, **kwargs)
-    sys.path.remove(str(Path(__file__).parent))
 
 
 def _phases(ranks: Ranks, phases: list[int]) -> int:

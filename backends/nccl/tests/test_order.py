@@ -3,30 +3,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from cptransport.errors import PeerFailedError, TransportError
-from cptransport.testing import RankPool, Ranks
+from cptransport.testing import Ranks
 from cptransport.transport import PartSpec, Slot
 from cptransport_nccl.order import Order
 
+RANKS = 2
 _PART = PartSpec("x", (4,), torch.float32, frozenset({(0, 1)}))
 _A, _B = Slot("a", (_PART,)), Slot("b", (_PART,))
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., list[Any]]]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    with RankPool("fake_nccl:BACKEND", 2, processes=False) as pool:
-        yield lambda case, **kwargs: pool.run(case, transport=False, timeout_s=60, **kwargs)
-    sys.path.remove(str(Path(__file__).parent))
 
 
 def _exchange(transport: Any, order: tuple[Slot, Slot], turn: int) -> list[float]:

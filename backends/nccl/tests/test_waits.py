@@ -4,22 +4,20 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from cptransport.errors import PeerFailedError, TransportTimeoutError
-from cptransport.testing import RankPool, Ranks
+from cptransport.testing import Ranks
 from cptransport.transport import PartSpec, Slot
 from cptransport_nccl import library
 
+RANKS = 3
 _EVERYWHERE = frozenset((s, d) for s in range(3) for d in range(3) if s != d)
 _ROWS = frozenset({(2, 0, 1), (2, 0, 2), (2, 1), (0, 1), (1, 0), (0, 2), (1, 2)})
 #: By name, and the rows that rank 0 gets of rank 2.
@@ -28,14 +26,6 @@ _SLOTS = {
     "rows": (Slot("rows", (PartSpec("x", (4, 8), torch.bfloat16, _ROWS),)), slice(1, 3)),
     "no routes": (Slot("free", (PartSpec("x", (4, 8), torch.float64),)), slice(4)),
 }
-
-
-@pytest.fixture(scope="module")
-def run() -> Iterator[Callable[..., list[Any]]]:
-    sys.path.insert(0, str(Path(__file__).parent))
-    with RankPool("fake_nccl:BACKEND", 3, processes=False) as pool:
-        yield lambda case, **kwargs: pool.run(case, transport=False, timeout_s=60, **kwargs)
-    sys.path.remove(str(Path(__file__).parent))
 
 
 def _generation(transport: Any, slot: Slot) -> torch.Tensor | None:
