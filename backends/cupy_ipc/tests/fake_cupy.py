@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 _DRIVER_BYTES = 8 << 20
-_HEADER = 4096  # the first cell counts who maps it
+_HEADER = 4096  # a cell per rank counts how often it maps it
 
 #: What was called, for tests.
 calls: list[str] = []
@@ -50,7 +50,7 @@ class _Allocation:
         os.close(descriptor)
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.start, self.nbytes = start + _HEADER, len(self._map) - _HEADER
-        self.mapped = ctypes.c_int64.from_address(start)
+        self.mapped = (ctypes.c_int64 * 64).from_address(start)  # by rank: no two add to one cell
         self.used: dict[int, int] = {}
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ def malloc(size: int) -> int:
 def free(address: int) -> None:
     _called("free")
     allocation = _holder(address)
-    if allocation.mapped.value and len(allocation.used) == 1:
+    if any(allocation.mapped) and len(allocation.used) == 1:
         print("fake CuPy: freed while it is mapped", file=sys.stderr, flush=True)
         os._exit(255)
     del allocation.used[address - allocation.start]
@@ -108,7 +108,7 @@ def ipcOpenMemHandle(handle: bytes, flags: int) -> int:
     entry = _opened.setdefault(handle, [None, 0])
     if entry[1] == 0:
         entry[0] = _Allocation(handle.rstrip(b"\0").decode())
-        entry[0].mapped.value += 1
+        entry[0].mapped[dist.get_rank()] += 1
     entry[1] += 1
     return int(entry[0].start)
 
@@ -119,7 +119,7 @@ def ipcCloseMemHandle(address: int) -> None:
     entry = _opened[handle]
     entry[1] -= 1
     if entry[1] == 0:
-        entry[0].mapped.value -= 1
+        entry[0].mapped[dist.get_rank()] -= 1
         entry[0].close()
         del _opened[handle]
 
