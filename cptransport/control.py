@@ -19,6 +19,7 @@ a word; so every call of it has a limit (``ControlPlane._ask``).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -39,6 +40,8 @@ POLL_S = 0.02
 #: How long a wait lets the store answer before it looks at its own clock again, and a rank that
 #: failed lets it take the record; together less than what a wait may last beyond its limit.
 _LOOK_S, _RECORD_S = 0.4, 1.0
+
+_EXIT_S = 1.0  # how long the end of the process waits for an answer that was given up
 
 T = TypeVar("T")
 
@@ -338,6 +341,8 @@ class ControlPlane:
             asking.start()
             self._asking = asking  # started: a thread that watches peers may join it at once
             asking.join(limit_s)
+            if asking.is_alive():  # an answer that comes while the interpreter ends would abort it
+                atexit.register(asking.join, _EXIT_S)
         if asking.is_alive():
             raise TransportTimeoutError(
                 f"the group's store did not answer for {limit_s:g} s; is the rank that hosts it stopped?",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cptransport.errors import PeerFailedError, TransportTimeoutError
 from cptransport.testing import RankPool, Ranks
-from cptransport.testing.contract_bytes import exchange_all
+from cptransport.testing.contract_bytes import exchange_all, fill
 from cptransport.transport import PartSpec, Slot
 
 SLOT = Slot("slot", (PartSpec("x", (100,), torch.float32),))
@@ -98,6 +98,25 @@ def beside_the_users_group(ranks: Ranks) -> list[float]:
     return total.tolist()
 
 
+def waits_for_one_when_another_is_gone(ranks: Ranks, limit_s: float) -> None:
+    """Rank 2 gives up waiting for rank 1, who lives; the connection to rank 0, the next one, is closed."""
+    transport = ranks.create(timeout_s=limit_s)
+    exchange_all(transport, SLOT, 1)
+    ranks.sync()
+    if ranks.rank == 0:
+        os._exit(EXIT)
+    if ranks.rank == 1:
+        ranks.ask("given up")
+        return
+    fill(transport, SLOT, 2)
+    transport.publish(SLOT, to=[])
+    with pytest.raises((PeerFailedError, TransportTimeoutError)):
+        transport.fetch(SLOT, "x", source=1)
+    transport.close()
+    assert "cpt-gloo-wait" not in [thread.name for thread in threading.enumerate()]
+    ranks.tell("given up", "")
+
+
 @pytest.mark.parametrize("case", [dies_before_first_use, dies_before_the_group_is_made])
 def test_a_death_before_the_first_use_with_lazy_connections(case: Any) -> None:
     with RankPool("gloo", 3, env={"TORCH_GLOO_LAZY_INIT": "1"}) as pool:
@@ -121,3 +140,14 @@ def test_transports_that_were_not_closed_do_not_hinder_the_end() -> None:
         start = time.monotonic()
         assert pool.close() == [0, 0]
         assert time.monotonic() - start < 8.0
+
+
+def test_no_thread_stays_inside_gloo_when_the_next_rank_is_gone() -> None:
+    with RankPool("gloo", 3) as pool:
+        pool.run(
+            waits_for_one_when_another_is_gone,
+            transport=False,
+            limit_s=1.0,
+            exits={0: EXIT},
+            timeout_s=30,
+        )

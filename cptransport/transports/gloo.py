@@ -9,13 +9,14 @@ Order: gloo delivers a message once its receive is posted. With routes, receives
 ``stage`` and sends at ``publish``; without, a receive is posted when it is asked for, so a message
 that nobody takes shows as a send that does not end. Waits inside gloo cannot be cut short from
 outside, so they run on a thread of the transport while the caller watches the clock and its peers;
-when the transport breaks, ``_interrupt`` lets one tiny wait of its own expire, which makes gloo
-give up the whole context and wakes that thread.
+when the transport breaks, ``_interrupt`` lets a tiny wait of its own expire, which makes gloo give
+up the whole context and wakes that thread.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
 import threading
@@ -248,15 +249,16 @@ class GlooTransport(TransportBase):
             line.copy_(piece)
 
     def _interrupt(self) -> None:
-        if self._interrupted or self.world_size == 1:
+        if self._interrupted:
             return
         self._interrupted = True
         scratch = torch.empty(1, dtype=torch.uint8)
-        try:
-            peer = (self.rank + 1) % self.world_size
-            self._pg.recv([scratch], peer, 0).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            pass  # meant to expire
+        # What waits for a peer whose connection is closed has been woken; a wait of ours for one
+        # whose connection is not expires, and that wakes all the others.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):  # meant to expire
+                    self._pg.recv([scratch], peer, 0).wait(timedelta(milliseconds=1))
 
     def _close(self, broken: bool) -> None:
         atexit.unregister(self._at_exit)

@@ -4,6 +4,7 @@ who is there."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
@@ -101,4 +102,6 @@ class Notes:
         self._asking = threading.Thread(target=ask, name="cpt-nccl-notes", daemon=True)
         self._asking.start()
         self._asking.join(_LIMIT_S)
+        if self._asking.is_alive():  # an answer while the interpreter ends would abort it
+            atexit.register(self._asking.join, _LIMIT_S)
         return answers[0] if answers else otherwise
