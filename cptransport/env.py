@@ -97,8 +97,14 @@ def suggestion(word: str, valid: Iterable[str]) -> str:
 
 
 def text(variable: EnvVar, argument: str | None = None) -> tuple[str, str]:
-    """Return the value and where it came from: ``"argument"``, ``"environment"`` or ``"default"``."""
+    """Return the value and where it came from: ``"argument"``, ``"environment"`` or ``"default"``.
+
+    Raises:
+        EnvVarError: the argument is no text.
+    """
     if argument is not None:
+        if not isinstance(argument, str):
+            raise EnvVarError(f"{argument!r} is not valid; give a str, as in {variable.name}")
         return argument, "argument"
     value = os.environ.get(variable.name, "").strip()
     return (value, "environment") if value else (variable.default, "default")

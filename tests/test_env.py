@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import warnings
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,13 @@ def test_a_typo_in_a_value_gets_a_suggestion_from_variable_and_argument_alike(
     monkeypatch.setenv("CULA_CP_COMPOSITION", "gahter")
     with pytest.raises(EnvVarError, match="did you mean 'gather'"):
         env.choice(env.COMPOSITION)
+
+
+@pytest.mark.parametrize("variable", [env.ENGINE, env.COMPOSITION], ids=lambda each: each.name)
+def test_an_argument_is_text(variable: env.EnvVar) -> None:
+    argument: Any = 5
+    with pytest.raises(EnvVarError, match=f"5 is not valid; give a str, as in {variable.name}"):
+        env.text(variable, argument)
 
 
 @pytest.mark.parametrize("value", ["true", "2", "on", "-1"])
