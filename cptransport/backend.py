@@ -21,6 +21,7 @@ from cptransport.cuda_driver import (
     write_value,
 )
 from cptransport.errors import BackendContractError
+from cptransport.limited import LimitedCalls
 from cptransport.onesided import MAX_RANKS, OneSidedTransport
 from cptransport.peer_memory import PeerMemory, PeerRegion, byte_spans, bytes_at
 from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capabilities
@@ -30,6 +31,7 @@ __all__ = [
     "BackendSpec",
     "ControlPlane",
     "Generation",
+    "LimitedCalls",
     "OneSidedTransport",
     "PeerMemory",
     "PeerRegion",

@@ -19,7 +19,6 @@ a word; so every call of it has a limit (``ControlPlane._ask``).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import threading
@@ -31,6 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
+from cptransport.limited import LimitedCalls
 
 __all__ = ["POLL_S", "ControlPlane", "creating", "fresh", "group_store"]
 
@@ -40,8 +40,6 @@ POLL_S = 0.02
 #: How long a wait lets the store answer before it looks at its own clock again, and a rank that
 #: failed lets it take the record; together less than what a wait may last beyond its limit.
 _LOOK_S, _RECORD_S = 0.4, 1.0
-
-_EXIT_S = 1.0  # how long the end of the process waits for an answer that was given up
 
 T = TypeVar("T")
 
@@ -133,7 +131,7 @@ class ControlPlane:
         self._unsettled: int | None = None
         self._agreements = 0
         self._refreshing = threading.Lock()
-        self._asking: threading.Thread | None = None
+        self._calls = LimitedCalls("cpt-store")
 
     def begin_step(self) -> int:
         """Open the next step (an op's forward or backward) and return its number."""
@@ -324,33 +322,13 @@ class ControlPlane:
             TransportTimeoutError: the store did not answer.
             PeerFailedError: the store is gone.
         """
-        answers: list[T] = []
-        errors: list[Exception] = []
-
-        def ask() -> None:
-            try:
-                answers.append(call())
-            except Exception as error:  # raised below
-                errors.append(error)
-
-        asking = self._asking
-        if asking is not None:
-            asking.join(limit_s)
-        if asking is None or not asking.is_alive():
-            asking = threading.Thread(target=ask, name="cpt-store", daemon=True)
-            asking.start()
-            self._asking = asking  # started: a thread that watches peers may join it at once
-            asking.join(limit_s)
-            if asking.is_alive():  # an answer that comes while the interpreter ends would abort it
-                atexit.register(asking.join, _EXIT_S)
-        if asking.is_alive():
+        with _store_errors():
+            answers = self._calls(call, limit_s, patience_s=limit_s)
+        if not answers:
             raise TransportTimeoutError(
                 f"the group's store did not answer for {limit_s:g} s; is the rank that hosts it stopped?",
                 waited_s=limit_s,
             )
-        with _store_errors():
-            if errors:
-                raise errors[0]
         return answers[0]
 
 

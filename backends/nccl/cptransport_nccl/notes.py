@@ -4,11 +4,11 @@ who is there."""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+
+from cptransport.backend import LimitedCalls
 
 __all__ = ["Notes"]
 
@@ -30,7 +30,7 @@ class Notes:
         self._store = store
         self._rank = rank
         self._expected: dict[tuple[str, int], list[int]] = {}
-        self._asking: threading.Thread | None = None
+        self._calls = LimitedCalls("cpt-nccl-notes")
 
     def expect(self, slot: str, generation: int, destinations: Sequence[int]) -> None:
         """Remember whom a generation went to."""
@@ -90,18 +90,7 @@ class Notes:
         return self._limited(look, [""] * len(keys))
 
     def _limited(self, call: Callable[[], T], otherwise: T) -> T:
-        """Call the store on a thread of its own; give up at the limit, and while a call before has no answer."""
-        answers: list[T] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone; the control plane says so
-                answers.append(call())
-
-        if self._asking is not None and self._asking.is_alive():
-            return otherwise
-        self._asking = threading.Thread(target=ask, name="cpt-nccl-notes", daemon=True)
-        self._asking.start()
-        self._asking.join(_LIMIT_S)
-        if self._asking.is_alive():  # an answer while the interpreter ends would abort it
-            atexit.register(self._asking.join, _LIMIT_S)
-        return answers[0] if answers else otherwise
+        """Call the store; give up at the limit, and while a call before has no answer."""
+        with contextlib.suppress(RuntimeError):  # the store is gone; the control plane says so
+            return next(iter(self._calls(call, _LIMIT_S)), otherwise)
+        return otherwise
