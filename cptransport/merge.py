@@ -48,7 +48,7 @@ def fold_gathered(
     """
     if not folds:
         return
-    if _kernel_serves(op, table, folds):
+    if _kernel_serves(op, table):
         _by_kernel(op, "state", direction, layout, batch, folds, gathered, table)
         return
     step = advance(op, direction, layout)
@@ -80,7 +80,7 @@ def compose_gathered(
     """Compose the transitions of each fold's two sources; arguments as ``fold_gathered``, the table of transitions."""
     if not folds:
         return
-    if _kernel_serves(op, table, folds):
+    if _kernel_serves(op, table):
         _by_kernel(op, "transition", direction, layout, batch, folds, gathered, table)
         return
     product = compose(op, direction, layout)
@@ -99,13 +99,12 @@ def _rows(table: Tensor, row: int, batch: int) -> Tensor:
     return table if table.shape[0] == batch else table[row * batch : (row + 1) * batch]
 
 
-def _kernel_serves(op: str, table: Tensor, folds: tuple[Fold, ...]) -> bool:
+def _kernel_serves(op: str, table: Tensor) -> bool:
     if not table.is_cuda or table.dtype != torch.float32 or not _has_triton():
         return False
     if op == "kda":
         return {*table.shape[2:]} <= _KERNEL_DIMS
-    # SSD's transitions are numbers, whose products are sums; one state from one source is a copy.
-    return table.dim() == 4 and (len(folds) > 1 or len(folds[0].sources) > 1)
+    return table.dim() == 4  # SSD's transitions are numbers, whose products are sums
 
 
 @lru_cache
@@ -135,7 +134,8 @@ def _by_kernel(
     transitions = _addresses(gathered, rounds, "transition")
     states = transitions if what == "transition" else _addresses(gathered, rounds, "state")
     assert states is not None
-    if op == "ssd":
+    # Known states are copied as they lie, whatever the op.
+    if op == "ssd" or (what == "state" and all(len(fold.sources) == 1 for fold in folds)):
         ssd_fold(steps, states, transitions, batch=batch, out=table)
         return
     v_major = layout == "v_major"

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fold of SSD's summaries, whose transitions are numbers: ``fold``, element by element.
 
-One pass over the sources whatever their number, where torch takes two kernels for each.
+One pass over the sources whatever their number, where torch takes two kernels for each. It serves
+any op whose destinations have one known state each: that is copied as it lies.
 """
 
 from __future__ import annotations

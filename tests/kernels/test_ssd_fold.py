@@ -84,12 +84,7 @@ def test_one_launch_folds_sources_of_several_rounds(
     assert all((actual[row * BATCH : (row + 1) * BATCH] == 7.0).all() for row in untouched)
 
 
-def test_a_sole_source_is_copied_and_products_are_sums() -> None:
+def test_products_of_transitions_are_sums() -> None:
     facts: dict[str, Any] = {"is_cuda": True, "dtype": torch.float32}
-    states = SimpleNamespace(dim=lambda: 4, **facts)
-    transitions = SimpleNamespace(dim=lambda: 2, **facts)
-    sole = (Fold(Source(3, 0, 1), SOURCES[:1]),)
-    assert not merge._kernel_serves("ssd", states, sole)
-    assert merge._kernel_serves("ssd", states, (*sole, *sole))
-    assert merge._kernel_serves("ssd", states, (Fold(Source(3, 0, 1), SOURCES),))
-    assert not merge._kernel_serves("ssd", transitions, (Fold(Source(3, 0, 1), SOURCES),))
+    assert merge._kernel_serves("ssd", SimpleNamespace(dim=lambda: 4, **facts))
+    assert not merge._kernel_serves("ssd", SimpleNamespace(dim=lambda: 2, **facts))
