@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
 from cptransport_kernels.launch import launch, on_gpu, processors
 
 __all__ = ["FoldSteps", "fold"]
@@ -105,10 +106,13 @@ def fold_kernel(
     V_MAJOR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PREC: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Fold BC columns of one destination row's head; X stays in registers, and M passes through them."""
     SK: tl.constexpr = 1 if V_MAJOR else V
     SV: tl.constexpr = K if V_MAJOR else 1
+    after_those_before(EARLY)
+    let_next_start(EARLY)
     o_c, i_r, i_b, i_h, n, result = _task(p_rows, B, V, BC)
     o_k = tl.arange(0, K)
     o_x = o_k[:, None] * SK + o_c[None, :] * SV
@@ -333,6 +337,7 @@ def fold(
     ends = (state, state if transition is None else transition, start, out, prefix)
     sizes = (steps.steps, steps.rows, batch)
     if key_dim <= _ROWS:
+        tables |= launched_early(out.device)
         launch(fold_kernel, grid, *ends, *sizes, heads, steps.max_steps, **tables)
         return out
     scratch = torch.empty(2, rows * batch, *stored, dtype=torch.float32, device=out.device)

@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
 from cptransport_kernels.launch import launch
 
 __all__ = [
@@ -161,8 +162,10 @@ def _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N: 
 @triton.jit(do_not_specialize=["slot", "rank", "releases", "waits", "depth", "timeout_ns"])
 def stage_kernel(
     p_counters, p_board, p_boards, p_error, slot: tl.int64, rank: tl.int64, releases: tl.int64,
-    waits: tl.int64, depth: tl.int64, timeout_ns: tl.int64, N: tl.constexpr,
+    waits: tl.int64, depth: tl.int64, timeout_ns: tl.int64, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_those_before(EARLY)
+    let_next_start(EARLY)
     o = tl.arange(0, N)
     failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot) + 1
@@ -180,8 +183,11 @@ def stage_kernel(
 
 @triton.jit(do_not_specialize=["slot", "rank", "targets", "step"])
 def publish_kernel(
-    p_counters, p_boards, slot: tl.int64, rank: tl.int64, targets: tl.int64, step: tl.int64, N: tl.constexpr
+    p_counters, p_boards, slot: tl.int64, rank: tl.int64, targets: tl.int64, step: tl.int64, N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_those_before(EARLY)
+    let_next_start(EARLY)
     o = tl.arange(0, N)
     stamp = (tl.load(p_counters + slot) << _STEP_BITS) + step
     theirs = tl.load(p_boards + o) + (slot * 2 * N + rank) * 8
@@ -192,7 +198,10 @@ def publish_kernel(
 def barrier_kernel(
     p_counters, p_board, p_boards, p_error, slot: tl.int64, rank: tl.int64, everyone: tl.int64,
     step: tl.int64, timeout_ns: tl.int64, COUNT: tl.constexpr, N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_those_before(EARLY)
+    let_next_start(EARLY)
     o = tl.arange(0, N)
     failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot)
@@ -221,14 +230,16 @@ def locate_kernel(
     sources: tl.int64, step: tl.int64, timeout_ns: tl.int64,
     offset0: tl.int64, offset1: tl.int64, offset2: tl.int64, offset3: tl.int64,
     present0: tl.int64, present1: tl.int64, present2: tl.int64, present3: tl.int64,
-    PARTS: tl.constexpr, N: tl.constexpr,
+    PARTS: tl.constexpr, N: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_those_before(EARLY)
     o = tl.arange(0, N)
     failed = tl.load(p_counters)
     generation = tl.load(p_counters + slot)
     late, strayed = _await_publication(
         p_board, p_error, o, _in_mask(o, sources), slot, generation, step, failed, timeout_ns, N
     )
+    let_next_start(EARLY)  # not before: it may want the whole device, and this may wait for long
     _report(p_error, p_counters, o, late, strayed, slot, generation, failed, N)
     region = tl.load(p_regions + o)
     for part in tl.static_range(PARTS):
@@ -305,7 +316,7 @@ def stage(
     launch(
         stage_kernel, (1,),
         counters, board, boards, error, slot, rank, _bits(releases), _bits(waits), depth, timeout_ns,
-        N=boards.numel(), num_warps=1,
+        N=boards.numel(), num_warps=1, **launched_early(boards.device),
     )  # fmt: skip
 
 
@@ -320,7 +331,7 @@ def publish(
     """
     launch(
         publish_kernel, (1,), counters, boards, slot, rank, _bits(targets), step,
-        N=boards.numel(), num_warps=1,
+        N=boards.numel(), num_warps=1, **launched_early(boards.device),
     )  # fmt: skip
 
 
@@ -339,7 +350,7 @@ def barrier(
     launch(
         barrier_kernel, (1,),
         counters, board, boards, error, slot, rank, _bits(everyone), step, timeout_ns,
-        COUNT=count, N=boards.numel(), num_warps=1,
+        COUNT=count, N=boards.numel(), num_warps=1, **launched_early(boards.device),
     )  # fmt: skip
 
 
@@ -367,7 +378,7 @@ def locate(
         locate_kernel, (1,),
         counters, board, regions, error, table, nan_address, slot, _bits(sources), step, timeout_ns,
         *(*offsets, *zeros)[:TABLE_PARTS], *map(_bits, (*present, *zeros)[:TABLE_PARTS]),
-        PARTS=len(offsets), N=regions.numel(), num_warps=1,
+        PARTS=len(offsets), N=regions.numel(), num_warps=1, **launched_early(regions.device),
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
 from cptransport_kernels.fold import FoldSteps
 from cptransport_kernels.launch import launch
 
@@ -32,6 +33,7 @@ def ssd_fold_kernel(
     S,
     E: tl.constexpr,
     BE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Fold one destination row's sources; one program per row, head and BE of its E elements.
 
@@ -49,6 +51,8 @@ def ssd_fold_kernel(
     i_h = tl.program_id(1)
     o_e = i_e * BE + tl.arange(0, BE)
     m_e = o_e < E
+    after_those_before(EARLY)
+    let_next_start(EARLY)
     b_s = tl.zeros([BE], tl.float32)
     for s in range(tl.load(p_rows + i_r * 2)):
         step = p_steps + (i_r * S + s) * 4
@@ -101,4 +105,5 @@ def ssd_fold(
         BE=_ELEMENTS,
         num_warps=4,
         num_stages=1,
+        **launched_early(out.device),
     )

@@ -22,7 +22,8 @@ LAUNCHES = {
     "kda_prepare_kernel": 1,
     "kda_forward_pass_kernel": 1,
     "kda_correct_kernel": 1,
-    "fold_kernel": 3,  # forward; a window and the end of the backward, whose scan has two rounds
+    "fold_kernel": 2,  # forward; the end of the backward, whose scan has two rounds
+    "ssd_fold_kernel": 1,  # a window of the backward: one state
     "kda_entering_grad_kernel": 1,
     "kda_remake_kernel": 1,
     "kda_backward_pass_kernel": 1,
