@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "allocation_start",
+    "capture_id",
     "exclusive_stream",
     "relaxed_capture",
     "release_stream",
@@ -38,6 +39,12 @@ def _library() -> Any:
         ctypes.POINTER(uint64),
         ctypes.POINTER(size),
         uint64,
+    ]
+    library.cuStreamGetCaptureInfo_v2.argtypes = [
+        pointer,
+        ctypes.POINTER(ctypes.c_int),
+        ctypes.POINTER(uint64),
+        *[pointer] * 3,
     ]
     library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
     return library
@@ -94,6 +101,21 @@ def relaxed_capture() -> Iterator[None]:
         yield
     finally:
         _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+
+
+def capture_id(device: torch.device) -> int:
+    """Return the number of the capture that the current stream is in, which no other one has; 0: it is in none.
+
+    Args:
+        device: with an index.
+    """
+    if not torch.cuda.is_current_stream_capturing():
+        return 0
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
+    given = (ctypes.byref(status), ctypes.byref(number), None, None, None)
+    _call("cuStreamGetCaptureInfo_v2", stream, *given)
+    return number.value
 
 
 def write_value(stream: int, address: int, value: int) -> None:

@@ -16,9 +16,10 @@ their own region, peers read it in place. Two ways to order that, both from
 A slot has one region per rank, alike on all, cut into four buffers: two for eager generations, in
 turn, two for generations inside captured graphs, whose addresses are fixed. Which one comes next
 follows from no generation's number: the host counts a generation when it is captured, the device
-when it is replayed. A captured generation may follow one that used the same buffer (a graph with an
-odd number of stages, replayed), so it waits for *all* ranks to have released g-1. Regions grow at
-``stage``, collectively; that synchronises the host, and cannot happen inside a capture.
+when it is replayed. The first generation of a graph may follow one that used the same buffer (a
+graph with an odd number of stages, replayed), so it waits for *all* ranks to have released g-1; the
+second one, whose buffer was used no later than that, for nobody; those after it as eager ones do.
+Regions grow at ``stage``, collectively; that synchronises the host, and cannot happen inside a capture.
 
 ``fetch`` copies out of the peer's memory; ``gather`` leaves parts in place and writes the table of
 addresses on the device; its ``tensor`` copies on demand. Nothing here waits on the host but growth
@@ -40,6 +41,7 @@ from torch import Tensor
 
 from cptransport.base import Generation, TransportBase
 from cptransport.control import ControlPlane
+from cptransport.cuda_driver import capture_id
 from cptransport.errors import (
     GenerationError,
     PeerFailedError,
@@ -68,6 +70,32 @@ _kept: list[Tensor] = []
 
 
 @dataclass
+class _Turns:
+    """Generations that take two buffers in turn, eager or captured ones."""
+
+    first: int  # buffer
+    taken: int = 0
+    capture: int = 0  # number of the one that the last ones were in, one after the other
+    awaited: tuple[int, ...] = ()  # of the last two of these: ranks that must release them, as bits
+
+    def take(self, capture: int, others: int) -> tuple[int, int, int]:
+        """Return the next buffer, and how many generations ago the given ranks must have released it."""
+        buffer = self.first + self.taken % _DEPTH
+        self.taken += 1
+        if capture != self.capture:
+            self.capture, self.awaited = capture, ()
+            depth, waits = 1, others
+        else:
+            depth, waits = _DEPTH, self.awaited[0] if len(self.awaited) == _DEPTH else 0
+        self.awaited = (*self.awaited[-1:], 0)
+        return buffer, depth, waits
+
+    def awaits(self, ranks: int) -> None:
+        """Say who must release the last one before its buffer is used again."""
+        self.awaited = (*self.awaited[:-1], ranks)
+
+
+@dataclass
 class _SlotState:
     """A slot's place in the tables and its memory."""
 
@@ -75,11 +103,10 @@ class _SlotState:
     capacity: int = 0  # bytes of one buffer
     region: PeerRegion | None = None
     regions: Tensor | None = None  # int64 [N]: every rank's region
-    eager: int = 0  # stages outside captures so far
-    captured: int = 0  # inside
-    capturing: bool = False  # the last one was inside
+    eager: _Turns = field(default_factory=lambda: _Turns(0))
+    captured: _Turns = field(default_factory=lambda: _Turns(_DEPTH))
+    last: _Turns = field(default_factory=lambda: _Turns(0))  # one of these
     placed: dict[str, int] = field(default_factory=dict)  # part -> offset of this generation
-    awaited: tuple[int, int] = (0, 0)  # ranks that must release the last two eager ones, as bits
 
 
 class OneSidedTransport(TransportBase):
@@ -165,21 +192,17 @@ class OneSidedTransport(TransportBase):
         slot = current.slot
         state = self._state(slot.name)
         offsets, total = layout(slot)
-        capturing = torch.cuda.is_current_stream_capturing()
+        capture = capture_id(self.device)
         if state.region is None or total > state.capacity:
-            if capturing:
+            if capture:
                 raise TransportError(
                     f"slot {slot.name!r} must be staged once with these shapes before it is captured"
                 )
             self._grow(state, slot, total)
-        state.capturing = capturing
-        if capturing:
-            buffer, depth, waits = _DEPTH + state.captured % _DEPTH, 1, self._others
-            state.captured += 1
-        else:
-            buffer, depth, waits = state.eager % _DEPTH, 2, state.awaited[0]
-            state.eager += 1
-            state.awaited = (state.awaited[1], 0)
+        if not capture:
+            state.captured.capture = 0  # whatever is captured next begins anew
+        state.last = state.captured if capture else state.eager
+        buffer, depth, waits = state.last.take(capture, self._others)
         self._signals.stage(
             self._counters,
             self._board,
@@ -187,7 +210,7 @@ class OneSidedTransport(TransportBase):
             self._error,
             slot=state.index,
             rank=self.rank,
-            releases=self._released(retired, capturing),
+            releases=self._released(retired, capture > 0),
             waits=waits,
             depth=depth,
             timeout_ns=self._timeout_ns,
@@ -221,8 +244,7 @@ class OneSidedTransport(TransportBase):
                 if self._moves(part, self.rank, rank, to):
                     targets |= 1 << rank
                     owing |= 1 << rank if part.routes is None else 0
-        if not state.capturing:
-            state.awaited = (state.awaited[0], owing if self._by_barrier else targets)
+        state.last.awaits(owing if self._by_barrier else targets)
         if self._by_barrier:
             self._meet(state.index, self._step(current), count=False)
         elif targets:
@@ -396,7 +418,7 @@ class OneSidedTransport(TransportBase):
         torch.cuda.synchronize(self.device)
         self.control.exchange("", f"{self.name}: growing slot {slot.name!r}")
         old, state.region, state.capacity = state.region, None, 0
-        if old is not None and state.captured:
+        if old is not None and state.captured.taken:
             assert state.regions is not None
             self._captured_regions.append(old)
             self._captured_memory.append(state.regions)

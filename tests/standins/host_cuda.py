@@ -69,6 +69,7 @@ def put_in_place(*modules: Any, cuda: Cuda | None = None) -> None:
     sys.modules["cptransport_kernels.signals"] = host_signals
     onesided: Any = cptransport.onesided
     onesided.still_used = lambda memory: None
+    onesided.capture_id = lambda device: 0
     for module in (onesided, *modules):
         module.torch = _Torch(cuda or Cuda())
         if hasattr(module, "bytes_at"):

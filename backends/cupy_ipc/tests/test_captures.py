@@ -44,6 +44,7 @@ class _Noting:
     def __init__(self, signals: Any) -> None:
         self._signals = signals
         self.graph: _Graph | None = None
+        self.captures = 0
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._signals, name)
@@ -70,6 +71,8 @@ def _replays(ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: 
     transport._signals = noting = _Noting(transport._signals)
     cuda: Any = onesided.torch.cuda
     cuda.is_current_stream_capturing = lambda: noting.graph is not None
+    before = onesided.capture_id
+    onesided.capture_id = lambda device: noting.captures if noting.graph else 0
     part = PartSpec("x", (_ELEMENTS,), torch.int64, _ROUTES[routes])
     slot = Slot("s", (part,))
     sources = sorted({s for s, d in _ROUTES[routes] if d == ranks.rank})
@@ -111,6 +114,7 @@ def _replays(ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: 
         graphs = []
         for count in uses:
             noting.graph = _Graph()
+            noting.captures += 1
             for index in range(count):
                 use(index, noting.graph.nodes.append)
             graphs.append(noting.graph)
@@ -125,6 +129,7 @@ def _replays(ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: 
                 use(0, now)
     finally:
         del cuda.is_current_stream_capturing
+        onesided.capture_id = before
     ranks.sync()
     return checked[0]
 
