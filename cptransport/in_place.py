@@ -21,6 +21,7 @@ class InPlace(Gathered):
         present: part -> ranks whose part is there.
         tables: part -> int64 ``[world_size]`` on the device, written on the device.
         tensor: ``tensor(part, source)`` returns this rank's own part, or copies a peer's once.
+        aligned: all addresses are multiples of 16.
     """
 
     def __init__(
@@ -28,10 +29,13 @@ class InPlace(Gathered):
         present: Mapping[str, Sequence[int]],
         tables: Mapping[str, Tensor],
         tensor: Callable[[str, int], Tensor],
+        *,
+        aligned: bool = False,
     ) -> None:
         self._present = {name: frozenset(sources) for name, sources in present.items()}
         self._tables = dict(tables)
         self._tensor = tensor
+        self._aligned = frozenset(tables if aligned else ())
 
     def __getitem__(self, part: str) -> Sequence[Tensor | None]:
         return _Sources(self, part, len(self._tables[part]))

@@ -134,9 +134,13 @@ def _by_kernel(
     transitions = _addresses(gathered, rounds, "transition")
     states = transitions if what == "transition" else _addresses(gathered, rounds, "state")
     assert states is not None
+    # SSD's transitions are read one by one.
+    wide = ("state",) if op == "ssd" else ("state", "transition")
+    arrived = [gathered[index] for index in rounds]
+    aligned = all(g.aligned(part) for g in arrived for part in wide if part in g.addresses)
     # Known states are copied as they lie, whatever the op.
     if op == "ssd" or (what == "state" and all(len(fold.sources) == 1 for fold in folds)):
-        ssd_fold(steps, states, transitions, batch=batch, out=table)
+        ssd_fold(steps, states, transitions, batch=batch, out=table, aligned=aligned)
         return
     v_major = layout == "v_major"
     heads, a, b = table.shape[1:]
@@ -149,6 +153,7 @@ def _by_kernel(
         out=table,
         v_major=v_major,
         transposed=what == "state" and direction == "backward",
+        aligned=aligned,
     )
 
 

@@ -103,6 +103,7 @@ class _SlotState:
     capacity: int = 0  # bytes of one buffer
     region: PeerRegion | None = None
     regions: Tensor | None = None  # int64 [N]: every rank's region
+    aligned: bool = False  # all of them, and so all parts, to 16 bytes
     eager: _Turns = field(default_factory=lambda: _Turns(0))
     captured: _Turns = field(default_factory=lambda: _Turns(_DEPTH))
     last: _Turns = field(default_factory=lambda: _Turns(0))  # one of these
@@ -335,6 +336,7 @@ class OneSidedTransport(TransportBase):
             {name: [self.rank, *sources[name]] for name in names},
             {name: table[i, : self.world_size] for i, name in enumerate(names)},
             partial(self._gathered_tensor, current),
+            aligned=state.aligned,
         )
 
     def _gathered_tensor(self, current: Generation, part: str, source: int) -> Tensor:
@@ -426,6 +428,7 @@ class OneSidedTransport(TransportBase):
             self._provider.free(old)
         region = self._provider.allocate(2 * _DEPTH * total)
         state.region, state.capacity, state.regions = region, total, self._on_device(region)
+        state.aligned = not any(address % 16 for address in region.addresses)
         if total > self._nans.numel():
             self._captured_memory.append(self._nans)
             self._nans = torch.full((total,), 0xFF, dtype=torch.uint8, device=self.device)

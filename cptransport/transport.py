@@ -297,6 +297,9 @@ class Gathered:
     Ownership: valid until this rank's next ``stage`` of the slot.
     """
 
+    #: Parts all of whose addresses were seen to be multiples of 16.
+    _aligned: frozenset[str] = frozenset()
+
     def __init__(
         self,
         parts: Mapping[str, Tensor | Sequence[Tensor | None]],
@@ -336,8 +339,14 @@ class Gathered:
                     values[source].data_ptr() if source in self._present[part] else 0  # type: ignore[union-attr]
                     for source in range(len(values))
                 ]
+                if not any(address % 16 for address in table):
+                    self._aligned |= {part}
                 self._addresses[part] = address_table(tuple(table), self._device)
         return self._addresses
+
+    def aligned(self, part: str) -> bool:
+        """Whether all of a part's addresses are known to be multiples of 16 bytes: kernels read as many at once."""
+        return part in self.addresses and part in self._aligned
 
 
 @runtime_checkable

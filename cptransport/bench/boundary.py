@@ -8,9 +8,10 @@ backend, on its ranks, the baseline: one all-gather of ``torch.distributed`` and
 
 A captured row replays ten steps in a row (option ``steps``), and its samples are tenths: of a lone
 step the slowest rank's time would mostly be how far apart the ranks leave the barrier before it.
-Only that is shared out. Steps of different ranks do not slide past each other: over peers' memory
-every captured ``stage`` waits until all others have released the generation before, and an
-all-gather until all have entered it, so no rank is ever more than a step ahead.
+Only that is shared out. Steps of different ranks do not slide far past each other: over peers' memory
+the first ``stage`` of a replay waits until all others have released the generation before, later ones
+until the destinations have released the one before that, and an all-gather until all have entered it,
+so a rank is two steps ahead of those it sends to at most.
 """
 
 from __future__ import annotations

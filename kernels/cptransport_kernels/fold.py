@@ -17,7 +17,8 @@ transposed. The arithmetic is the same; only where elements lie differs.
 
 Arithmetic is float32, products IEEE or three-pass tf32 (within 2e-6 of IEEE): results do not
 depend on where a summary lies. Parts of peers are read past the L1 cache, which is not coherent
-with other devices.
+with other devices; so each read of 4 bytes would cross the link as a request for 32, and 16 are read
+at once where addresses are known to allow it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from torch import Tensor
 from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
 from cptransport_kernels.launch import launch, on_gpu, processors
 
-__all__ = ["FoldSteps", "fold"]
+__all__ = ["FoldSteps", "fold", "part_at"]
+
+
+@triton.jit
+def part_at(p_table, source, ALIGNED: tl.constexpr):
+    """A source's float32 part; ALIGNED: addresses are multiples of 16."""
+    p = tl.load(p_table + source).to(tl.pointer_type(tl.float32))
+    return tl.multiple_of(p, 16) if ALIGNED else p
 
 
 @triton.jit
@@ -71,6 +79,7 @@ def _look_up(
     K: tl.constexpr,
     V: tl.constexpr,
     ADDRESSES: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """A step: its state row, its transition row, and where a head's E and M are."""
     source = tl.load(p_step)
@@ -79,8 +88,8 @@ def _look_up(
     o_e = _place(tl.maximum(state_row, 0), i_b, i_h, B, HV, K, V)
     o_m = _place(tl.maximum(transition_row, 0), i_b, i_h, B, HV, K, K)
     if ADDRESSES:
-        p_e = tl.load(p_state + source).to(tl.pointer_type(tl.float32)) + o_e
-        p_m = tl.load(p_transition + source).to(tl.pointer_type(tl.float32)) + o_m
+        p_e = part_at(p_state, source, ALIGNED) + o_e
+        p_m = part_at(p_transition, source, ALIGNED) + o_m
     else:
         p_e = p_state + o_e
         p_m = p_transition + o_m
@@ -103,6 +112,7 @@ def fold_kernel(
     V: tl.constexpr,
     BC: tl.constexpr,
     ADDRESSES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     V_MAJOR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PREC: tl.constexpr,
@@ -126,13 +136,13 @@ def fold_kernel(
         b_x = tl.zeros([K, BC], tl.float32)
     p_step = p_steps + i_r * S * 4
     state_row, transition_row, p_e, p_m = _look_up(
-        p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES
+        p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES, ALIGNED
     )
     for s in range(n):
         # Two look-ups in memory lead to the next summary: they pass while this one is read.
         p_next = p_step + tl.minimum(s + 1, n - 1) * 4
         later_state, later_transition, p_later_e, p_later_m = _look_up(
-            p_state, p_transition, p_next, i_b, i_h, B, HV, K, V, ADDRESSES
+            p_state, p_transition, p_next, i_b, i_h, B, HV, K, V, ADDRESSES, ALIGNED
         )
         if p_prefix is not None:
             row = tl.load(p_step + s * 4 + 3)
@@ -178,6 +188,7 @@ def fold_wide_kernel(
     BR: tl.constexpr,
     BC: tl.constexpr,
     ADDRESSES: tl.constexpr,
+    ALIGNED: tl.constexpr,
     V_MAJOR: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PREC: tl.constexpr,
@@ -200,7 +211,7 @@ def fold_wide_kernel(
     for s in range(n):
         p_step = p_steps + (i_r * S + s) * 4
         state_row, transition_row, p_e, p_m = _look_up(
-            p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES
+            p_state, p_transition, p_step, i_b, i_h, B, HV, K, V, ADDRESSES, ALIGNED
         )
         if p_prefix is not None:
             row = tl.load(p_step + 3)
@@ -285,6 +296,7 @@ def fold(
     v_major: bool = False,
     transposed: bool = False,
     precision: str = "tf32x3",
+    aligned: bool = False,
 ) -> Tensor:
     """Fold summaries into the states they lead to.
 
@@ -302,6 +314,7 @@ def fold(
         v_major: all states are stored ``[..., V, K]``, and all transitions transposed.
         transposed: apply M^T.
         precision: ``"tf32x3"`` or ``"ieee"``.
+        aligned: all addresses are multiples of 16.
 
     Returns:
         ``out``.
@@ -327,6 +340,7 @@ def fold(
         "V": value_dim,
         "BC": _columns(value_dim, rows * batch * heads, processors(out.device)),
         "ADDRESSES": state.dtype == torch.int64,
+        "ALIGNED": aligned,
         "V_MAJOR": v_major,
         "TRANSPOSED": transposed,
         "PREC": precision if on_gpu(out) else "ieee",

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
-from cptransport_kernels.fold import FoldSteps
+from cptransport_kernels.fold import FoldSteps, part_at
 from cptransport_kernels.launch import launch
 
 __all__ = ["ssd_fold"]
@@ -33,6 +33,7 @@ def ssd_fold_kernel(
     S,
     E: tl.constexpr,
     BE: tl.constexpr,
+    ALIGNED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Fold one destination row's sources; one program per row, head and BE of its E elements.
@@ -58,12 +59,12 @@ def ssd_fold_kernel(
         step = p_steps + (i_r * S + s) * 4
         source = tl.load(step)
         head = (tl.load(step + 1) * B + i_b).to(tl.int64) * H + i_h
-        # Past the L1 cache, which is not coherent with other devices.
-        p_e = tl.load(p_state + source).to(tl.pointer_type(tl.float32)) + head * E
+        # Past the L1 cache, as there.
+        p_e = part_at(p_state, source, ALIGNED) + head * E
         b_e = tl.load(p_e + o_e, mask=m_e, other=0.0, cache_modifier=".cg")
         if tl.load(step + 2) >= 0:
-            p_m = tl.load(p_transition + source).to(tl.pointer_type(tl.float32)) + head
-            b_e += tl.exp(tl.load(p_m, cache_modifier=".cg")) * b_s
+            p_m = part_at(p_transition, source, False)
+            b_e += tl.exp(tl.load(p_m + head, cache_modifier=".cg")) * b_s
         b_s = b_e
     result = tl.load(p_rows + i_r * 2 + 1)
     p_s = p_out + ((result * B + i_b).to(tl.int64) * H + i_h) * E
@@ -71,7 +72,13 @@ def ssd_fold_kernel(
 
 
 def ssd_fold(
-    steps: FoldSteps, state: Tensor, transition: Tensor | None, *, batch: int, out: Tensor
+    steps: FoldSteps,
+    state: Tensor,
+    transition: Tensor | None,
+    *,
+    batch: int,
+    out: Tensor,
+    aligned: bool = False,
 ) -> None:
     """Fold summaries into the states they lead to.
 
@@ -83,6 +90,7 @@ def ssd_fold(
         transition: the same of log decays, ``[rows * B, H]``; None when no step has one.
         batch: B.
         out: float32 ``[R * B, H, P, N]``; results' rows are overwritten; must not alias a summary.
+        aligned: addresses of states are multiples of 16.
 
     Collective: no.
     Stream: runs on the current stream; ``out`` is valid after it.
@@ -103,6 +111,7 @@ def ssd_fold(
         steps.max_steps,
         E=elements,
         BE=_ELEMENTS,
+        ALIGNED=aligned,
         num_warps=4,
         num_stages=1,
         **launched_early(out.device),

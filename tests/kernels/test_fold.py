@@ -17,17 +17,26 @@ def summaries(n: int, rows: int, K: int, V: int, device: str) -> tuple[torch.Ten
     return state, transition
 
 
+def an_element_on(parts: torch.Tensor) -> torch.Tensor:
+    """Return a copy that begins at no multiple of 16 bytes."""
+    memory = torch.empty(parts.numel() + 1, device=parts.device)
+    return memory[1:].view_as(parts).copy_(parts)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("v_major", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
 @pytest.mark.parametrize(("K", "V"), [(16, 32), (64, 16), (32, 64), (128, 64)])
 def test_folds_out_of_address_tables(
-    K: int, V: int, precision: str, transposed: bool, v_major: bool, device: str
+    K: int, V: int, precision: str, transposed: bool, v_major: bool, aligned: bool, device: str
 ) -> None:
     B, ranks = 2, 4
     state, transition = summaries(ranks, 2 * B, K, V, device)
     # What ranks hold: V-major tables are those of the transposes.
     held = [part.mT.contiguous() if v_major else part for part in (state, transition)]
+    if not aligned:
+        held = [an_element_on(parts) for parts in held]
     # Row 0 from ranks 3, 0, 1 (rows 1, 0, 1), row 2 from nobody, row 1 from rank 2 alone.
     lists = [[(3, 1), (0, 0), (1, 1)], [], [(2, 0)]]
     steps = FoldSteps(
@@ -41,7 +50,7 @@ def test_folds_out_of_address_tables(
     out = torch.full((3 * B, 2, V, K) if v_major else (3 * B, 2, K, V), torch.nan, device=device)
     fold(
         steps, *addresses, shape=(2, K, V), batch=B, out=out, v_major=v_major,
-        transposed=transposed, precision=precision,
+        transposed=transposed, precision=precision, aligned=aligned,
     )  # fmt: skip
     out = out.mT if v_major else out
     for sources, target in zip(lists, (0, 2, 1), strict=True):

@@ -13,6 +13,7 @@ import torch
 from cptransport import merge
 from cptransport.composition import Fold, Source
 from cptransport.transport import Gathered
+from cptransport_kernels import ssd_fold
 from cptransport_kernels.launch import count_launches
 
 WORLD_SIZE, ROWS, BATCH, HEADS = 3, 2, 2, 3
@@ -82,6 +83,21 @@ def test_one_launch_folds_sources_of_several_rounds(
     assert (actual - exact).abs().max() <= 1e-6 * exact.abs().max()
     untouched = {0, 1} - {one.target.row for one in folds}
     assert all((actual[row * BATCH : (row + 1) * BATCH] == 7.0).all() for row in untouched)
+
+
+def test_parts_may_begin_anywhere(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge, "_kernel_serves", lambda *_: True)
+    aligned, kernel = [], ssd_fold.ssd_fold
+    monkeypatch.setattr(
+        ssd_fold, "ssd_fold", lambda *a, **k: (aligned.append(k["aligned"]), kernel(*a, **k))
+    )
+    rounds, folds = tables(3, (8, 8)), (Fold(Source(3, 0, 1), SOURCES),)
+    usual = fold(folds, rounds, "forward", torch.float32, device)
+    part = rounds[1]["state"][0]
+    memory = torch.empty(part.numel() + 1, device=device)
+    rounds[1]["state"][0] = memory[1:].view_as(part).copy_(part)
+    assert torch.equal(fold(folds, rounds, "forward", torch.float32, device), usual)
+    assert aligned == [True, False]
 
 
 def test_products_of_transitions_are_sums() -> None:
