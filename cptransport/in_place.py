@@ -22,6 +22,7 @@ class InPlace(Gathered):
         tables: part -> int64 ``[world_size]`` on the device, written on the device.
         tensor: ``tensor(part, source)`` returns this rank's own part, or copies a peer's once.
         aligned: all addresses are multiples of 16.
+        linked: some lie in another device's memory.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class InPlace(Gathered):
         tensor: Callable[[str, int], Tensor],
         *,
         aligned: bool = False,
+        linked: bool = False,
     ) -> None:
         self._present = {name: frozenset(sources) for name, sources in present.items()}
         self._tables = dict(tables)
         self._tensor = tensor
         self._aligned = frozenset(tables if aligned else ())
+        self.linked = linked
 
     def __getitem__(self, part: str) -> Sequence[Tensor | None]:
         return _Sources(self, part, len(self._tables[part]))

@@ -154,6 +154,7 @@ def _by_kernel(
         v_major=v_major,
         transposed=what == "state" and direction == "backward",
         aligned=aligned,
+        linked=any(g.linked for g in arrived),
     )
 
 

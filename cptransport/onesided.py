@@ -162,7 +162,9 @@ class OneSidedTransport(TransportBase):
             tables = self._counters, self._board, self._boards, self._error
             load_kernels(signals, tables, _BARRIER_SLOT, self.rank)
         torch.cuda.synchronize(device)
-        control.exchange("", f"{name}: boards are cleared")
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+        gpus = control.exchange(gpu, f"{name}: boards are cleared")
+        self._linked = len({*gpus}) > 1
         self._first_use()
 
     def _first_use(self) -> None:
@@ -337,6 +339,7 @@ class OneSidedTransport(TransportBase):
             {name: table[i, : self.world_size] for i, name in enumerate(names)},
             partial(self._gathered_tensor, current),
             aligned=state.aligned,
+            linked=self._linked,
         )
 
     def _gathered_tensor(self, current: Generation, part: str, source: int) -> Tensor:

@@ -297,6 +297,8 @@ class Gathered:
     Ownership: valid until this rank's next ``stage`` of the slot.
     """
 
+    #: Whether addresses lead to memory of other devices, across a link.
+    linked: bool = False
     #: Parts all of whose addresses were seen to be multiples of 16.
     _aligned: frozenset[str] = frozenset()
 

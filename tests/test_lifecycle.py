@@ -14,7 +14,7 @@ import torch.distributed as dist
 import cptransport.lifecycle
 from cptransport.base import TransportBase
 from cptransport.control import ControlPlane
-from cptransport.errors import TransportError
+from cptransport.errors import CapabilityError, TransportError
 from cptransport.transport import Capabilities
 
 
@@ -135,6 +135,18 @@ def test_a_capture_is_not_made_to_depend_on_what_is_outside_it(
     with cuda.stream(second):
         transport.barrier()
     assert second.waited == []
+
+
+def test_a_transport_that_cannot_be_captured_says_so(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport = Transport(cuda)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(CapabilityError, match="captured"):
+        transport.barrier()
+    transport.capabilities = Capabilities(cuda_graph=True)
+    transport.barrier()
+    assert transport.devices == [1]
 
 
 def test_two_streams_of_one_capture_are_chained_and_those_of_a_past_one_too(cuda: Cuda) -> None:

@@ -249,7 +249,7 @@ class LifetimeContract(ContractTests):
     @clause("C32")
     def test_create_and_close_leave_nothing_behind(self, world_size: int, figures: Figures) -> None:
         """File descriptors, threads, memory."""
-        self.run(_cycles, world_size, cycles=figures.cycles)
+        self.run(_cycles, world_size, watchdog_s=180.0, cycles=figures.cycles)
 
     @clause("C2", "C32")
     def test_many_rounds_without_growth(self, world_size: int, figures: Figures) -> None:

@@ -297,6 +297,7 @@ def fold(
     transposed: bool = False,
     precision: str = "tf32x3",
     aligned: bool = False,
+    linked: bool = False,
 ) -> Tensor:
     """Fold summaries into the states they lead to.
 
@@ -315,6 +316,7 @@ def fold(
         transposed: apply M^T.
         precision: ``"tf32x3"`` or ``"ieee"``.
         aligned: all addresses are multiples of 16.
+        linked: some lead to another device's memory.
 
     Returns:
         ``out``.
@@ -338,7 +340,7 @@ def fold(
     tables: dict[str, Any] = {
         "K": key_dim,
         "V": value_dim,
-        "BC": _columns(value_dim, rows * batch * heads, processors(out.device)),
+        "BC": _columns(value_dim, rows * batch * heads, processors(out.device), linked),
         "ADDRESSES": state.dtype == torch.int64,
         "ALIGNED": aligned,
         "V_MAJOR": v_major,
@@ -370,7 +372,7 @@ def fold(
     return out
 
 
-def _columns(value_dim: int, blocks: int, num_processors: int) -> int:
+def _columns(value_dim: int, blocks: int, num_processors: int, linked: bool) -> int:
     """Return the columns of one program; ``blocks`` heads of rows are folded."""
 
     def cost(choice: tuple[int, float]) -> float:
@@ -378,4 +380,5 @@ def _columns(value_dim: int, blocks: int, num_processors: int) -> int:
         return -(-value_dim // columns * blocks // num_processors) * wave_us
 
     fitting = [choice for choice in _COLUMNS if choice[0] <= value_dim]
-    return min(fitting, key=cost)[0]
+    # Every program reads all of M, and a link is slower than what a wave costs.
+    return fitting[-1][0] if linked else min(fitting, key=cost)[0]

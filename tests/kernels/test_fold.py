@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cptransport_kernels.fold import FoldSteps, fold
+from cptransport_kernels.fold import FoldSteps, _columns, fold
 
 
 def summaries(n: int, rows: int, K: int, V: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,3 +98,9 @@ def test_unknown_precision_is_refused(device: str) -> None:
     steps = FoldSteps([[]], device)
     with pytest.raises(ValueError, match="not 'tf32'"):
         fold(steps, torch.zeros(1), None, shape=(1, 16, 16), precision="tf32")
+
+
+def test_across_a_link_a_program_folds_as_many_columns_as_it_can() -> None:
+    assert _columns(128, 8, 132, linked=False) == 16
+    assert _columns(128, 8, 132, linked=True) == 64
+    assert _columns(16, 8, 132, linked=True) == 16

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import host_signals
@@ -34,6 +35,9 @@ class Cuda:
 
     def is_current_stream_capturing(self) -> bool:
         return False
+
+    def get_device_properties(self, device: Any) -> Any:
+        return SimpleNamespace(uuid="GPU-0")
 
 
 class _Pinned:
