@@ -20,7 +20,7 @@ class OnTheHost(TransportContract):
     folder: ClassVar[str] = ""
 
     def make_options(self) -> dict[str, str]:
-        return {"NVSHMEM_SYMMETRIC_SIZE": "256M", "FAKE_NVSHMEM_FOLDER": self.folder}
+        return {"NVSHMEM_SYMMETRIC_SIZE": "512M", "FAKE_NVSHMEM_FOLDER": self.folder}
 
 
 @pytest.fixture(autouse=True, scope="class")
