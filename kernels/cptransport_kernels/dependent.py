@@ -7,7 +7,7 @@ returns when all that its stream was given before is done and visible, and ``let
 the next one may occupy the device. Kernels that do neither, of whatever library, come in order all
 the same.
 
-From compute capability 9 on; below, and in the interpreter, all of this is nothing.
+From compute capability 9 and Triton 3.4 on; else, and in the interpreter, all of this is nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from cptransport_kernels.launch import interpreted
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton 3.3, which comes with torch 2.7, cannot launch kernels so
+    gdc_launch_dependents = gdc_wait = None
 
 __all__ = ["after_those_before", "launched_early", "let_next_start"]
 
@@ -40,7 +44,7 @@ def let_next_start(EARLY: tl.constexpr):
 @lru_cache
 def launched_early(device: torch.device) -> dict[str, Any]:
     """Return the compile-time arguments of a kernel that does so on this device."""
-    on_gpu = device.type == "cuda" and not interpreted()
-    if not on_gpu or torch.cuda.get_device_capability(device) < (9, 0):
+    compiled = device.type == "cuda" and not interpreted() and gdc_wait is not None
+    if not compiled or torch.cuda.get_device_capability(device) < (9, 0):
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
