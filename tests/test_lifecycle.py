@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import cptransport.base
 import cptransport.lifecycle
 from cptransport.base import TransportBase
 from cptransport.control import ControlPlane
@@ -65,7 +66,11 @@ class Transport(TransportBase):
         control = ControlPlane(dist.HashStore(), 0, 2, 5.0)
         device = torch.device("cuda", 1)
         super().__init__(
-            "streams", device=device, control=control, timeout_s=5.0, capabilities=Capabilities()
+            "streams",
+            device=device,
+            control=control,
+            timeout_s=5.0,
+            capabilities=Capabilities(cuda_graph=True),
         )
         self.cuda = cuda
         self.devices: list[int] = []
@@ -98,7 +103,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
         def __getattr__(self, name: str) -> Any:
             return getattr(torch, name)
 
-    monkeypatch.setattr(cptransport.lifecycle, "torch", Torch())
+    for module in (cptransport.base, cptransport.lifecycle):
+        monkeypatch.setattr(module, "torch", Torch())
     return made
 
 
@@ -137,16 +143,16 @@ def test_a_capture_is_not_made_to_depend_on_what_is_outside_it(
     assert second.waited == []
 
 
-def test_a_transport_that_cannot_be_captured_says_so(
-    cuda: Cuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transport_that_cannot_be_captured_says_so(cuda: Cuda) -> None:
     transport = Transport(cuda)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    cuda.stream_now.capturing = True
+    transport.barrier()
+    transport.capabilities = Capabilities()
     with pytest.raises(CapabilityError, match="captured"):
         transport.barrier()
-    transport.capabilities = Capabilities(cuda_graph=True)
+    cuda.stream_now.capturing = False
     transport.barrier()
-    assert transport.devices == [1]
+    assert len(transport.devices) == 2
 
 
 def test_two_streams_of_one_capture_are_chained_and_those_of_a_past_one_too(cuda: Cuda) -> None:
