@@ -27,7 +27,7 @@ from cptransport.activations import as_line, over_group
 from cptransport.control import ControlPlane
 from cptransport.errors import CapabilityError, GenerationError, RouteError, TransportError
 from cptransport.generation import Generation
-from cptransport.lifecycle import Guard, Lifecycle
+from cptransport.lifecycle import Lifecycle
 from cptransport.transport import (
     Capabilities,
     Gathered,
@@ -92,11 +92,10 @@ class TransportBase(Lifecycle):
         """Carry activations, as lines of bytes; over the group that the transport was made for."""
         over_group(self.group, outgoing, incoming, method, self.timeout_s)
 
-    def _verb(self) -> Guard:
-        cuda = self.device.type == "cuda"
-        if cuda and not self.capabilities.cuda_graph and torch.cuda.is_current_stream_capturing():
+    def _follow(self) -> None:
+        if not self.capabilities.cuda_graph and torch.cuda.is_current_stream_capturing():
             raise CapabilityError(f"transport {self.name!r} cannot be captured in a CUDA graph")
-        return super()._verb()
+        super()._follow()
 
     def stage(self, slot: Slot) -> Mapping[str, Tensor]:
         """See ``BoundaryTransport.stage``."""

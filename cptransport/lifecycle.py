@@ -30,7 +30,7 @@ from cptransport.generation import Generation
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Guard", "Lifecycle"]
+__all__ = ["Lifecycle"]
 
 
 class Lifecycle:
@@ -146,13 +146,13 @@ class Lifecycle:
             arrived, control=self.control, timeout_s=self.timeout_s, describe=describe
         )
 
-    def _guard(self) -> Guard:
-        """Guard a call that enqueues nothing."""
-        return Guard(self, enqueues=False)
+    def _guard(self) -> _Guard:
+        """_Guard a call that enqueues nothing."""
+        return _Guard(self, enqueues=False)
 
-    def _verb(self) -> Guard:
-        """Guard a call that enqueues work on the current stream."""
-        return Guard(self, enqueues=self.device.type == "cuda")
+    def _verb(self) -> _Guard:
+        """_Guard a call that enqueues work on the current stream."""
+        return _Guard(self, enqueues=self.device.type == "cuda")
 
     def _refuse(self) -> None:
         """Raise if this transport cannot be used any more."""
@@ -190,7 +190,7 @@ class Lifecycle:
             self._interrupt()
 
 
-class Guard:
+class _Guard:
     """Refuse closed and broken transports; a failed wait breaks this one, a caller's mistake does not.
 
     A class, since generators would cost every verb several times as much.

@@ -10,8 +10,9 @@ their own region, peers read it in place. Two ways to order that, both from
   every destination of the last generation in the same buffer has said so.
 * *barrier*: ``publish`` is one barrier of all ranks. No acknowledgement is needed: a rank passes
   the barrier of g-1 only after every peer has staged g-1 and thereby released g-2, whose buffer g
-  reuses. With one buffer that would not hold. Only messages that must be taken (parts without
-  routes) are acknowledged, as above.
+  reuses. With one buffer that would not hold. A generation that was not published has its barrier at
+  the next ``stage``. Only messages that must be taken (parts without routes) are acknowledged, as
+  above.
 
 A slot has one region per rank, alike on all, cut into four buffers: two for eager generations, in
 turn, two for generations inside captured graphs, whose addresses are fixed. Which one comes next
@@ -204,7 +205,11 @@ class OneSidedTransport(TransportBase):
             self._grow(state, slot, total)
         if not capture:
             state.captured.capture = 0  # whatever is captured next begins anew
-        state.last = state.captured if capture else state.eager
+        turns = state.captured if capture else state.eager
+        precedes = turns is state.last and turns.capture == capture
+        if self._by_barrier and precedes and retired is not None and retired.to is None:
+            self._meet(state.index, self._step(retired), count=False)
+        state.last = turns
         buffer, depth, waits = state.last.take(capture, self._others)
         self._signals.stage(
             self._counters,
@@ -228,10 +233,12 @@ class OneSidedTransport(TransportBase):
 
     def _released(self, retired: Generation | None, capturing: bool) -> int:
         """Ranks to tell that this one no longer reads its last generation, as bits."""
-        if retired is None:
+        if (
+            retired is None or capturing
+        ):  # what precedes a graph's first stage is known at its replay
             return self._others
         free = [part.name for part in retired.slot.parts if part.routes is None]
-        if self._by_barrier and not capturing and not free:
+        if self._by_barrier and not free:
             return 0
         untaken = 0  # whose message this rank could have taken and did not
         for source in range(self.world_size):

@@ -103,7 +103,7 @@ class Bound:
 
     Args:
         kernel: whose run-time parameters come before its compile-time ones.
-        constants: all compile-time arguments, and ``num_warps`` and ``num_stages``.
+        constants: all compile-time arguments, and Triton's options of a launch, as ``num_warps``.
     """
 
     def __init__(self, kernel: Any, constants: dict[str, Any]) -> None:

@@ -23,7 +23,9 @@ _ROUTES = {
     "back": frozenset({(1, 0), (2, 1)}),
     "all": frozenset((s, d) for s in range(3) for d in range(3) if s != d),
     "one": frozenset({(0, 2)}),
+    "none": None,  # rank 0 publishes to 1
 }
+_TO_ONE = frozenset({(0, 1)})
 
 
 class _Graph:
@@ -60,8 +62,13 @@ class _Noting:
         return call
 
 
-def _replays(ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: int) -> int:
-    """Capture graphs of so many uses; replay them in a random order, alike on all ranks, with eager uses between."""
+def _replays(
+    ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: int, unpublished: int = -1
+) -> int:
+    """Capture graphs of so many uses; replay them in a random order, alike on all ranks, with eager uses between.
+
+    The use of that index, if any, is staged and not published.
+    """
     from host_cuda import bytes_at
 
     import cptransport.onesided as onesided
@@ -75,17 +82,22 @@ def _replays(ranks: Ranks, routes: str, barrier: bool, uses: list[int], rounds: 
     onesided.capture_id = lambda device: noting.captures if noting.graph else 0
     part = PartSpec("x", (_ELEMENTS,), torch.int64, _ROUTES[routes])
     slot = Slot("s", (part,))
-    sources = sorted({s for s, d in _ROUTES[routes] if d == ranks.rank})
+    ways = _ROUTES[routes] or _TO_ONE
+    sources = sorted({s for s, d in ways if d == ranks.rank})
+    to = None if _ROUTES[routes] else sorted({d for s, d in ways if s == ranks.rank})
+    asked = None if _ROUTES[routes] else {"x": sources}
     turn = [0]
     checked = [0]
 
     def use(index: int, then: Callable[[Callable[[], object]], object]) -> None:
         staged = transport.stage(slot)["x"]
         then(lambda: staged.fill_(1000 * turn[0] + 100 * ranks.rank + index))
-        transport.publish(slot)
+        if index == unpublished:
+            return
+        transport.publish(slot, to=to)
         if not sources:
             return
-        table = transport.gather(slot).addresses["x"]
+        table = transport.gather(slot, parts=asked).addresses["x"]
 
         def read() -> None:
             for source in sources:
@@ -151,5 +163,25 @@ def test_nothing_is_overwritten_before_it_was_read(
         uses=uses,
         rounds=40,
     )
-    receiving = {d for _, d in _ROUTES[routes]}
+    receiving = {d for _, d in _ROUTES[routes] or _TO_ONE}
     assert {rank for rank, checked in enumerate(found) if checked > 20} == receiving
+
+
+@pytest.mark.parametrize("uses", [[3], [5], [4, 2]])
+@pytest.mark.parametrize("barrier", [False, True])
+def test_a_use_that_is_not_published_lets_nobody_past(
+    device_memory: str, barrier: bool, uses: list[int]
+) -> None:
+    ranks = pool("fake_cupy:BACKEND", 3, 1, device="cpu", env={"FAKE_CUPY_FOLDER": device_memory})
+    found = ranks.run(
+        _replays,
+        transport=False,
+        timeout_s=60,
+        transport_timeout_s=15,
+        routes="all",
+        barrier=barrier,
+        uses=uses,
+        rounds=40,
+        unpublished=1,
+    )
+    assert min(found) > 20
