@@ -147,11 +147,11 @@ class Lifecycle:
         )
 
     def _guard(self) -> _Guard:
-        """_Guard a call that enqueues nothing."""
+        """Guard a call that enqueues nothing."""
         return _Guard(self, enqueues=False)
 
     def _verb(self) -> _Guard:
-        """_Guard a call that enqueues work on the current stream."""
+        """Guard a call that enqueues work on the current stream."""
         return _Guard(self, enqueues=self.device.type == "cuda")
 
     def _refuse(self) -> None:

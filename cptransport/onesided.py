@@ -210,7 +210,7 @@ class OneSidedTransport(TransportBase):
         if self._by_barrier and precedes and retired is not None and retired.to is None:
             self._meet(state.index, self._step(retired), count=False)
         state.last = turns
-        buffer, depth, waits = state.last.take(capture, self._others)
+        buffer, depth, waits = turns.take(capture, self._others)
         self._signals.stage(
             self._counters,
             self._board,
@@ -233,9 +233,7 @@ class OneSidedTransport(TransportBase):
 
     def _released(self, retired: Generation | None, capturing: bool) -> int:
         """Ranks to tell that this one no longer reads its last generation, as bits."""
-        if (
-            retired is None or capturing
-        ):  # what precedes a graph's first stage is known at its replay
+        if retired is None or capturing:  # a graph's replays follow anything
             return self._others
         free = [part.name for part in retired.slot.parts if part.routes is None]
         if self._by_barrier and not free:

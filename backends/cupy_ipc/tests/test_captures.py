@@ -146,23 +146,21 @@ def _replays(
     return checked[0]
 
 
+def _checked(device_memory: str, **case: Any) -> list[int]:
+    """Return by rank how many payloads were found right."""
+    ranks = pool("fake_cupy:BACKEND", 3, 1, device="cpu", env={"FAKE_CUPY_FOLDER": device_memory})
+    return ranks.run(
+        _replays, transport=False, timeout_s=60, transport_timeout_s=15, rounds=40, **case
+    )
+
+
 @pytest.mark.parametrize("uses", [[1], [2], [3], [5], [4, 1, 3]])
 @pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("routes", _ROUTES)
 def test_nothing_is_overwritten_before_it_was_read(
     device_memory: str, routes: str, barrier: bool, uses: list[int]
 ) -> None:
-    ranks = pool("fake_cupy:BACKEND", 3, 1, device="cpu", env={"FAKE_CUPY_FOLDER": device_memory})
-    found = ranks.run(
-        _replays,
-        transport=False,
-        timeout_s=60,
-        transport_timeout_s=15,
-        routes=routes,
-        barrier=barrier,
-        uses=uses,
-        rounds=40,
-    )
+    found = _checked(device_memory, routes=routes, barrier=barrier, uses=uses)
     receiving = {d for _, d in _ROUTES[routes] or _TO_ONE}
     assert {rank for rank, checked in enumerate(found) if checked > 20} == receiving
 
@@ -172,16 +170,5 @@ def test_nothing_is_overwritten_before_it_was_read(
 def test_a_use_that_is_not_published_lets_nobody_past(
     device_memory: str, barrier: bool, uses: list[int]
 ) -> None:
-    ranks = pool("fake_cupy:BACKEND", 3, 1, device="cpu", env={"FAKE_CUPY_FOLDER": device_memory})
-    found = ranks.run(
-        _replays,
-        transport=False,
-        timeout_s=60,
-        transport_timeout_s=15,
-        routes="all",
-        barrier=barrier,
-        uses=uses,
-        rounds=40,
-        unpublished=1,
-    )
+    found = _checked(device_memory, routes="all", barrier=barrier, uses=uses, unpublished=1)
     assert min(found) > 20
