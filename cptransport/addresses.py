@@ -16,7 +16,9 @@ __all__ = ["address_table"]
 _captured: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
-def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def address_table(
+    addresses: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None = None
+) -> Tensor:
     """Return addresses as an int64 ``[len(addresses)]`` tensor on a device.
 
     Buffers come in pairs, so the same few tables return for ever, and each is uploaded once: on a
@@ -25,23 +27,24 @@ def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
 
     Args:
         device: with an index, if it is a CUDA device.
-
-    Stream: the current one, and all that follow it, may read the table.
+        stream: that reads the table, and all that follow it; None: the current one.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         key = (addresses, device)
         if key not in _captured:
             _captured[key] = _upload(addresses, device)
         return _captured[key]
-    return _cached(addresses, device)
+    return _cached(addresses, device, stream)
 
 
 @lru_cache(maxsize=1024)
-def _cached(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+def _cached(
+    addresses: tuple[int, ...], device: torch.device, stream: torch.cuda.Stream | None
+) -> Tensor:
     table = _upload(addresses, device)
     if device.type == "cuda":
         # What is dropped here may still be read there.
-        table.record_stream(torch.cuda.current_stream(device))
+        table.record_stream(stream or torch.cuda.current_stream(device))
     return table
 
 

@@ -21,7 +21,7 @@ from cptransport.cuda_driver import (
     write_value,
 )
 from cptransport.errors import BackendContractError
-from cptransport.limited import LimitedCalls
+from cptransport.limited import BackgroundCall, LimitedCalls
 from cptransport.onesided import MAX_RANKS, OneSidedTransport
 from cptransport.peer_memory import PeerMemory, PeerRegion, byte_spans, bytes_at
 from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capabilities
@@ -29,6 +29,7 @@ from cptransport.transport import TRANSPORT_API_VERSION, BoundaryTransport, Capa
 __all__ = [
     "MAX_RANKS",
     "BackendSpec",
+    "BackgroundCall",
     "ControlPlane",
     "Generation",
     "LimitedCalls",

@@ -6,13 +6,50 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-__all__ = ["LimitedCalls"]
+__all__ = ["BackgroundCall", "LimitedCalls"]
 
 _EXIT_S = 1.0  # how long the end of the process waits for an answer that was given up
 
 T = TypeVar("T")
+
+
+class BackgroundCall(Generic[T]):
+    """A call that begins at once, on a thread of its own.
+
+    Args:
+        call: what to call.
+        name: of the thread.
+    """
+
+    def __init__(self, call: Callable[[], T], name: str) -> None:
+        self._call = call
+        self._answers: list[T] = []
+        self._errors: list[Exception] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._answers.append(self._call())
+        except Exception as error:  # raised by ``answer``
+            self._errors.append(error)
+
+    def ended(self, seconds: float) -> bool:
+        """Wait for so long; return whether it has ended."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def answer(self) -> T:
+        """Return what it returned, or raise what it raised; when it has ended."""
+        if self._errors:
+            raise self._errors[0]
+        return self._answers[0]
+
+    def give_up(self) -> None:
+        """Have the end of the process wait for it a while: one that ended in the midst of that would abort it."""
+        atexit.register(self._thread.join, _EXIT_S)
 
 
 class LimitedCalls:
@@ -24,7 +61,7 @@ class LimitedCalls:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._last: threading.Thread | None = None
+        self._last: BackgroundCall[Any] | None = None
 
     def __call__(
         self, call: Callable[[], T], limit_s: float, *, patience_s: float = 0.0
@@ -40,27 +77,10 @@ class LimitedCalls:
         Raises:
             Exception: what the call raised.
         """
-        answers: list[T] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(call())
-            except Exception as error:  # raised below
-                errors.append(error)
-
-        last = self._last
-        if last is not None:
-            last.join(patience_s)
-            if last.is_alive():
-                return ()
-        thread = threading.Thread(target=run, name=self._name, daemon=True)
-        thread.start()
-        self._last = thread  # started: another thread may join it at once
-        thread.join(limit_s)
-        if thread.is_alive():  # an answer that comes while the interpreter ends would abort it
-            atexit.register(thread.join, _EXIT_S)
+        if self._last is not None and not self._last.ended(patience_s):
             return ()
-        if errors:
-            raise errors[0]
-        return (answers[0],)
+        self._last = this = BackgroundCall(call, self._name)
+        if this.ended(limit_s):
+            return (this.answer(),)
+        this.give_up()
+        return ()

@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from math import gcd, hypot
 from threading import Lock
@@ -117,8 +117,14 @@ class Bound:
         self._readers: dict[tuple[type, ...], _Reader] = {}
         self._compiled: dict[_Values, Any] = {}
 
-    def __call__(self, grid: tuple[int, ...], *args: Any) -> None:
-        """Launch on the current stream; a grid with a zero launches nothing."""
+    def __call__(self, grid: tuple[int, ...], *args: Any, stream: int | None = None) -> None:
+        """Launch; a grid with a zero launches nothing.
+
+        Args:
+            grid, args: of the launch.
+            stream: handle of a stream of the current device; None: the current stream. Making one
+                current for a launch costs the host as much as the launch.
+        """
         if 0 in grid:
             return
         for counter in _counters:
@@ -133,9 +139,11 @@ class Bound:
         key = (device, *kinds)
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._compiled[key] = self.kernel[grid](*args, **self.constants)
+            with _current(stream):
+                self._compiled[key] = self.kernel[grid](*args, **self.constants)
             return
-        stream = active.get_current_stream(device)
+        if stream is None:
+            stream = active.get_current_stream(device)
         compiled[(*grid, 1, 1)[:3]](*(values + self._tail), stream=stream)
 
     def _split(self, args: _Values) -> tuple[_Values, _Values]:
@@ -158,6 +166,11 @@ class Bound:
             hypot(*others) < 2**30 or tuple(map(_width, others)),
         )
         return values, kinds
+
+
+def _current(stream: int | None) -> AbstractContextManager[object]:
+    """Make a stream the current one; None: leave that as it is."""
+    return nullcontext() if stream is None else torch.cuda.stream(torch.cuda.ExternalStream(stream))
 
 
 _bound: dict[tuple[Any, ...], Bound] = {}

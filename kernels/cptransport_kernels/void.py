@@ -12,34 +12,42 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cptransport_kernels.launch import launch
+from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
+from cptransport_kernels.launch import bind
 
 __all__ = ["void"]
 
 _BLOCK = 4096
-_PROGRAMS = 8
 
 
-@triton.jit(do_not_specialize=["targets"])
-def void_kernel(p_flag, p_spans, targets, BLOCK: tl.constexpr):
-    """Program (target, i): every num_programs(1)-th block of a target, if the flag is set."""
-    if tl.load(p_flag, volatile=True) != 0:
-        target = tl.program_id(0)
-        address = tl.load(p_spans + target)
-        nbytes = tl.load(p_spans + targets + target)
-        p_target = address.to(tl.pointer_type(tl.uint8))
-        first = tl.program_id(1).to(tl.int64) * BLOCK
-        for start in range(first, nbytes, tl.num_programs(1) * BLOCK):
-            o = start + tl.arange(0, BLOCK)
-            tl.store(p_target + o, tl.full([BLOCK], 255, tl.uint8), mask=o < nbytes)
+@triton.jit(do_not_specialize=["flag", "targets"])
+def void_kernel(flag, p_spans, targets, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """One program of one warp: what looks at the host's memory is a single load.
+
+    Each load of it crosses the bus, and those of one word come one after the other: 32 us for the 32
+    warps of eight programs, where the whole kernel takes 2 us so. That one warp is slow to fill memory is nothing
+    that anybody waits for.
+    """
+    after_those_before(EARLY)
+    ended = tl.load(flag.to(tl.pointer_type(tl.int64)), volatile=True)
+    let_next_start(EARLY)
+    if ended != 0:
+        for target in range(targets):
+            address = tl.load(p_spans + target)
+            nbytes = tl.load(p_spans + targets + target)
+            p_target = address.to(tl.pointer_type(tl.uint8))
+            for start in range(0, nbytes, BLOCK):
+                o = start + tl.arange(0, BLOCK)
+                tl.store(p_target + o, tl.full([BLOCK], 255, tl.uint8), mask=o < nbytes)
 
 
-def void(flag: Tensor, spans: Tensor) -> None:
-    """Fill memory with bytes 0xFF on the current stream if the flag is set when it gets there.
+def void(flag: Tensor, spans: Tensor, stream: int | None = None) -> None:
+    """Fill memory with bytes 0xFF on a stream if the flag is set when it gets there.
 
     Args:
         flag: int64 ``[1]``, in memory that the device can read; 0: do nothing.
         spans: int64 ``[2 * n]`` on the device: n addresses, then their numbers of bytes.
+        stream: handle of the stream; None: the current one.
     """
-    targets = len(spans) // 2
-    launch(void_kernel, (targets, _PROGRAMS), flag, spans, targets, BLOCK=_BLOCK, num_warps=4)
+    kernel = bind(void_kernel, BLOCK=_BLOCK, **launched_early(spans.device), num_warps=1)
+    kernel((1,), flag.data_ptr(), spans, len(spans) // 2, stream=stream)

@@ -2,8 +2,11 @@
 """Lanes: NCCL communicators with streams of their own, how work gets on them, and how waits inside NCCL end.
 
 A lane is made when it is first needed, all ranks together, and connects to all peers at once, so that
-no verb waits for a connection. The watchdog aborts all lanes when work passes its deadline or a peer
-has failed; that ends NCCL's kernels, and the next verb raises.
+no verb waits for a connection. The watchdog aborts all lanes when work, or a call into NCCL, passes its
+deadline or a peer has failed; that ends NCCL's kernels and calls, and this verb or the next one raises.
+
+In a capture work goes on the current stream itself: it has to be waited for at once there, so a stream of its
+own would win nothing.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from cptransport.backend import (
+    BackgroundCall,
     ControlPlane,
     Generation,
     TransportBase,
@@ -56,6 +60,13 @@ class _Lane:
 
     communicator: Communicator
     stream: torch.cuda.Stream
+    #: Recorded anew for each piece of work: where in the caller's stream it begins.
+    _begin: torch.cuda.Event
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """Wait for what a stream was given so far."""
+        self._begin.record(stream)
+        self.stream.wait_event(self._begin)
 
 
 class LanesTransport(TransportBase):
@@ -90,7 +101,8 @@ class LanesTransport(TransportBase):
         #: What NCCL receives is void from now on: its kernels leave anything when they are ended.
         self._ended = torch.zeros(1, dtype=torch.int64).pin_memory()
         self._ended_view = ctypes.c_int64.from_address(self._ended.data_ptr())
-        self._token = torch.zeros(2, dtype=torch.uint8, device=device)
+        #: What is sent, received and gathered while connecting.
+        self._token = torch.zeros(2 + self.world_size, dtype=torch.uint8, device=device)
         self._watchdog = Watchdog(
             timeout_s, self._failure, self._late, self._expire, self._compare_order
         )
@@ -110,7 +122,8 @@ class LanesTransport(TransportBase):
         self._connect({BARRIERS: None})
         self._barriers += 1
         event = self._run(BARRIERS, None, tuple(self._others()), self._post_barrier)
-        torch.cuda.current_stream(self.device).wait_event(event)
+        if event is not None:
+            self._current_stream().wait_event(event)
 
     def _post_barrier(self, comm: Communicator, stream: int) -> None:
         comm.all_reduce(self._token.data_ptr(), 1, stream)
@@ -146,20 +159,14 @@ class LanesTransport(TransportBase):
 
     def _close(self, broken: bool) -> None:
         ending: list[Thread | None] = []
+        # What was captured is freed when its last graph has gone, which nobody can wait for.
+        if not (broken or self._captured):
+            ending += [lane.communicator.destroy() for lane in self._lanes.values()]
         try:
-            # What was captured is freed when its last graph has gone, which nobody can wait for.
-            if not (broken or self._captured):
-                for lane in self._lanes.values():
-                    lane.communicator.finalize()
-                for lane in self._lanes.values():
-                    ending.append(lane.communicator.destroy())
-        except (NcclError, TransportError):
-            pass  # a peer is gone; ours goes too
+            join_within(filter(None, ending), self.timeout_s)
         finally:
             self._watchdog.stop()
             self._interrupt()
-            for thread in filter(None, ending):
-                thread.join()
             if not torch.cuda.is_current_stream_capturing():
                 # Else NCCL waits for the graph, and the graph for this thread.
                 join_within(self._aborts, _ABORT_S)
@@ -170,6 +177,10 @@ class LanesTransport(TransportBase):
     def _others(self) -> Iterable[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank)
 
+    def _current_stream(self) -> torch.cuda.Stream:
+        """Return the current stream; a verb on a GPU has found it already."""
+        return self._stream or torch.cuda.current_stream(self.device)
+
     def _run(
         self,
         lane: str,
@@ -177,8 +188,7 @@ class LanesTransport(TransportBase):
         peers: tuple[int, ...],
         post: Callable[[Communicator, int], None],
         expected: Sequence[tuple[int, int]] = (),
-        watched: bool = True,
-    ) -> torch.cuda.Event:
+    ) -> torch.cuda.Event | None:
         """Run NCCL calls on a lane, after the current stream's work so far.
 
         Args:
@@ -187,26 +197,33 @@ class LanesTransport(TransportBase):
             peers: ranks that they wait for.
             post: makes the calls.
             expected: (address, bytes) of what they receive into; NaN if they are ended.
-            watched: whether the watchdog ends it at the transport's limit.
+
+        Returns:
+            Event after it; None in a capture, where it is on the current stream.
         """
-        stream = torch.cuda.current_stream(self.device)
-        comm, communication = self._lanes[lane].communicator, self._lanes[lane].stream
-        communication.wait_stream(stream)
+        communicator, stream = self._lanes[lane].communicator, self._lanes[lane].stream
+        capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            self._captured = True
+            stream = self._current_stream()
+        else:
+            self._lanes[lane].follow(self._current_stream())
         what = self._where(current) if current else "barrier"
         slot = current.slot.name if current else None
         number = current.number if current else self._barriers
-        with self._mapped(what, work_name(slot, number), peers), torch.cuda.device(self.device):
-            with comm.group(what):
-                post(comm, communication.cuda_stream)
-            if expected:
-                void(communication, self._ended, expected)
+        with (
+            self._mapped(what, work_name(slot, number), peers),
+            self._watchdog.call(slot, number, peers),
+            communicator.group(what),
+        ):
+            post(communicator, stream.cuda_stream)
+        if expected:
+            void(stream, self._ended, expected)
+        if capturing:
+            return None
         event = torch.cuda.Event()
-        event.record(communication)
-        if torch.cuda.is_current_stream_capturing():
-            self._captured = True
-            stream.wait_event(event)  # a capture must not leave work that nothing waits for
-        elif watched:
-            self._watchdog.watch(communication.cuda_stream, slot, number, peers)
+        event.record(stream)
+        self._watchdog.watch(stream.cuda_stream, slot, number, peers)
         return event
 
     def _compare_order(self) -> None:
@@ -249,36 +266,43 @@ class LanesTransport(TransportBase):
                 # What carries little needs no more than one channel.
                 channels = None if name == ROUTES else 1
                 comm = Communicator(identity, self.rank, self.world_size, wait, channels)
-                self._lanes[name] = _Lane(comm, exclusive_stream(self.device))
-            for name in new:
-                self._lanes[name].communicator.complete()
-            for name in new:
-                self._use_first(name, senders[name])
-                drained = partial(self._drained, self._lanes[name])
-                wait(drained, "connecting to the peers")
+                stream = exclusive_stream(self.device)
+                self._lanes[name] = _Lane(comm, stream, torch.cuda.Event())
+            lanes = {name: self._lanes[name] for name in new}
+            for lane in lanes.values():
+                lane.communicator.complete()
+                lane.follow(self._current_stream())
+            # NCCL holds the host up in there, until it is aborted if need be.
+            first = BackgroundCall(partial(self._use_first, lanes, senders), "cpt-nccl-connect")
+            try:
+                wait(first.ended, "connecting to the peers")
+            except BaseException:
+                first.give_up()
+                raise
+            first.answer()
+            for lane in lanes.values():
+                wait(partial(self._drained, lane), "connecting to the peers")
+                lane.communicator.connected()
         pulse.connected()
 
-    def _use_first(self, name: str, sender: int | None) -> None:
-        """Run on a lane what connects all that will be needed."""
-        others = tuple(self._others())
-
-        def post(comm: Communicator, stream: int) -> None:
-            for peer in others:
-                if sender in (None, self.rank):
-                    comm.send(self._token.data_ptr(), 1, peer, stream)
-                if sender in (None, peer):
-                    comm.receive(self._token.data_ptr() + 1, 1, peer, stream)
-
-        first = self._post_barrier if name == BARRIERS else post
-        self._run(name, None, others, first, watched=False)
-        if name == ROUTES:
-            table = torch.empty(self.world_size, dtype=torch.uint8, device=self.device)
-
-            def post_all(comm: Communicator, stream: int) -> None:
-                comm.all_gather(self._token.data_ptr(), table.data_ptr(), 1, stream)
-
-            self._run(name, None, others, post_all, watched=False)
-            still_used(table, self._lanes[name].stream)
+    def _use_first(self, lanes: Mapping[str, _Lane], senders: Mapping[str, int | None]) -> None:
+        """Run on lanes what connects all that will be needed."""
+        sent, received, gathered = (self._token.data_ptr() + i for i in range(3))
+        with torch.cuda.device(self.device):
+            for name, lane in lanes.items():
+                comm, stream = lane.communicator, lane.stream.cuda_stream
+                with comm.group("connect"):
+                    if name == BARRIERS:
+                        self._post_barrier(comm, stream)
+                        continue
+                    for peer in self._others():
+                        if senders[name] in (None, self.rank):
+                            comm.send(sent, 1, peer, stream)
+                        if senders[name] in (None, peer):
+                            comm.receive(received, 1, peer, stream)
+                if name == ROUTES:
+                    with comm.group("connect"):
+                        comm.all_gather(sent, gathered, 1, stream)
 
     def _wait_connecting(self, arrived: Callable[[float], bool], what: str, pulse: Pulse) -> None:
         """Wait for the peers to connect: as long as the limit, and up to ``CONNECT_S`` while all are there."""

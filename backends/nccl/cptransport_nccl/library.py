@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The few NCCL calls that the transport makes, on a communicator of its own.
 
-``ctypes`` on the NCCL that torch has already loaded, so that there is one NCCL in the process. The
-communicator is non-blocking: a call that has to wait for a peer (connecting, above all) returns "in
-progress", and the host waits with a deadline.
+``ctypes`` on the NCCL that torch has already loaded, so that there is one NCCL in the process.
 
-Source: the NCCL 2.18+ API reference, "Communicator creation and management" and "Point to point".
+A communicator is made non-blocking: making it waits for peers, NCCL returns "in progress", and the host waits
+with a deadline. What is issued goes to a blocking one, split off it: NCCL issues each group of a non-blocking
+communicator from a thread that it makes for it, and the host would wait for that every time (110 to 150 us
+in place of 17 to 25, measured with 2.28 on an H200's host).
+
+Source: the NCCL 2.18+ API reference, "Communicator creation and management" and "Point to point"; for who
+waits where, ``group.cc`` and ``init.cc`` of 2.28.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -24,10 +28,13 @@ __all__ = ["Communicator", "NcclError", "join_within", "unique_id"]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _SUM = 1, 0
+_NON_BLOCKING, _BLOCKING = 0, 1
 _UNDEFINED = -(2**31)
 _CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21800
 _ID_BYTES = 128
 
+#: How long ending a communicator waits for a call that is in it.
+_CALL_S = 0.5
 #: How long the interpreter's exit may wait for what NCCL has begun to end.
 _EXIT_S = 1.0
 #: Threads that end communicators.
@@ -71,8 +78,14 @@ def _library() -> Any:
             integer,
             ctypes.POINTER(_Config),
         ],
+        "ncclCommSplit": [
+            pointer,
+            integer,
+            integer,
+            ctypes.POINTER(pointer),
+            ctypes.POINTER(_Config),
+        ],
         "ncclCommGetAsyncError": [pointer, ctypes.POINTER(integer)],
-        "ncclCommFinalize": [pointer],
         "ncclCommDestroy": [pointer],
         "ncclCommAbort": [pointer],
         "ncclGroupStart": [],
@@ -88,6 +101,20 @@ def _library() -> Any:
     nccl.ncclGetErrorString.argtypes, nccl.ncclGetErrorString.restype = [integer], ctypes.c_char_p
     nccl.ncclGetLastError.argtypes, nccl.ncclGetLastError.restype = [pointer], ctypes.c_char_p
     return nccl
+
+
+def _config(blocking: int, channels: int | None) -> _Config:
+    return _Config(
+        size=ctypes.sizeof(_Config),
+        magic=_CONFIG_MAGIC,
+        version=_CONFIG_VERSION,
+        blocking=blocking,
+        cga_cluster_size=_UNDEFINED,
+        min_ctas=_UNDEFINED,
+        max_ctas=_UNDEFINED if channels is None else channels,
+        net_name=None,
+        split_share=_UNDEFINED,
+    )
 
 
 def unique_id() -> bytes:
@@ -118,7 +145,8 @@ class Communicator:
 
     Collective: over all its ranks. The current CUDA device must be this rank's.
 
-    Making it begins to connect; ``complete`` waits for that.
+    Making it begins to connect; ``complete`` waits for that, and the first group for what NCCL connects
+    only then.
     """
 
     def __init__(
@@ -129,48 +157,62 @@ class Communicator:
         wait: Callable[[Callable[[float], bool], str], None],
         channels: int | None = None,
     ) -> None:
-        self._handle = ctypes.c_void_p()
-        # Held while it is looked at or taken away: the watchdog's thread aborts it.
+        self._made, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
+        # Held while they are looked at or taken away: the watchdog's thread aborts them.
         self._using = threading.Lock()
-        self._wait = wait
-        config = _Config(
-            size=ctypes.sizeof(_Config),
-            magic=_CONFIG_MAGIC,
-            version=_CONFIG_VERSION,
-            blocking=0,
-            cga_cluster_size=_UNDEFINED,
-            min_ctas=_UNDEFINED,
-            max_ctas=_UNDEFINED if channels is None else channels,
-            net_name=None,
-            split_share=_UNDEFINED,
-        )
+        self._idle = threading.Event()
+        self._idle.set()
+        self._rank, self._channels, self._wait = rank, channels, wait
         self._begun = _library().ncclCommInitRankConfig(
-            ctypes.byref(self._handle),
+            ctypes.byref(self._made),
             world_size,
             _UniqueId.from_buffer_copy(identity),
             rank,
-            ctypes.byref(config),
+            ctypes.byref(_config(_NON_BLOCKING, 1)),
         )
 
     def complete(self) -> None:
-        """Wait until it is connected, which goes on since it was made; before its first use."""
-        self._complete(self._begun, "ncclCommInitRankConfig")
+        """Wait until all ranks have made it; before its first use."""
+        self._await(self._begun, "ncclCommInitRankConfig")
+        code = _library().ncclCommSplit(
+            self._made,
+            0,
+            self._rank,
+            ctypes.byref(self._handle),
+            ctypes.byref(_config(_BLOCKING, self._channels)),
+        )
+        self._await(code, "ncclCommSplit")
+
+    def connected(self) -> None:
+        """Free what it was split off; when something has arrived from every rank, which needs that no more."""
+        with self._using:
+            made, self._made = self._made, ctypes.c_void_p()
+        if made:
+            _begin_to_end(partial(_library().ncclCommAbort, made))
 
     @property
     def alive(self) -> bool:
         """Whether it was neither aborted nor destroyed."""
-        return bool(self._handle)
+        return bool(self._handle or self._made)
 
     @contextmanager
     def group(self, what: str) -> Iterator[None]:
-        """Issue the calls inside as one operation; may wait on the host while peers connect."""
+        """Issue the calls inside as one operation.
+
+        The first one of a communicator holds the host up until all ranks have come to theirs, or until
+        it is aborted.
+        """
         library = _library()
-        _check(library.ncclGroupStart(), self._handle, "ncclGroupStart")
+        self._idle.clear()
         try:
-            yield
+            _check(library.ncclGroupStart(), self._handle, "ncclGroupStart")
+            try:
+                yield
+            finally:
+                code = library.ncclGroupEnd()
+            _check(code, self._handle, what)
         finally:
-            code = library.ncclGroupEnd()
-        self._complete(code, what)
+            self._idle.set()
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
         """Send bytes to a rank; inside ``group``."""
@@ -212,56 +254,55 @@ class Communicator:
             waits for all kernels of the device, so abort all communicators before you wait for one,
             and NCCL waits for all graphs that hold its work, such as the one being captured.
         """
-        return self._take_away(_library().ncclCommAbort, held)
-
-    def finalize(self) -> None:
-        """Begin to end it; collective, after all work on it has ended."""
-        if self._handle:
-            self._begun = _library().ncclCommFinalize(self._handle)
+        return self._take_away("ncclCommAbort", held)
 
     def destroy(self) -> threading.Thread | None:
-        """Wait until it is finalized, and begin to free it.
+        """Begin to free it, after all work on it has ended.
 
         Returns:
             The thread that does, without the peers; None: it was aborted. A thread of NCCL's looks only
             twice a second whether it is to end, so free all communicators before you wait for one.
         """
-        if not self._handle:
-            return None
-        self._complete(self._begun, "ncclCommFinalize")
-        return self._take_away(_library().ncclCommDestroy, None)
+        return self._take_away("ncclCommDestroy", None)
 
-    def _take_away(self, call: Callable[[Any], int], held: object) -> threading.Thread | None:
+    def _take_away(self, call: str, held: object) -> threading.Thread | None:
         with self._using:
+            made, self._made = self._made, ctypes.c_void_p()
             handle, self._handle = self._handle, ctypes.c_void_p()
-        if not handle:
+        if not (made or handle):
             return None
 
         def end(held: object) -> None:
-            call(handle)
+            # What a call works on should not be freed under it; but it may be waiting for just that.
+            self._idle.wait(_CALL_S)
+            # In this order: splitting, which this ends, writes the second.
+            if made:
+                _library().ncclCommAbort(made)
+            if handle:
+                getattr(_library(), call)(handle)
 
-        thread = threading.Thread(target=end, args=(held,), name="cpt-nccl-end", daemon=True)
-        thread.start()
-        _ending.add(thread)
-        return thread
+        return _begin_to_end(partial(end, held))
 
-    def _complete(self, code: int, what: str) -> None:
-        """Wait until a call that may be in progress has ended."""
-        _check(code, self._handle, what)
-        if code == _IN_PROGRESS or what == "ncclCommInitRankConfig":
-            self._wait(self._settled, what)
-            problem = self.failure()
-            if problem is not None:
-                raise NcclError(f"{what}: {problem}")
+    def _await(self, code: int, what: str) -> None:
+        """Wait until making it has come as far as a call began to."""
+        _check(code, self._made, what)
+        self._wait(self._settled, what)
+        problem = self.failure()
+        if problem is not None:
+            raise NcclError(f"{what}: {problem}")
 
     def _state(self) -> int:
         """Return NCCL's code for what is under way; success if there is nothing any more."""
         state = ctypes.c_int()
         with self._using:
-            if not self._handle:
-                return _SUCCESS
-            code = int(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
-        return code if code not in (_SUCCESS, _IN_PROGRESS) else state.value
+            for handle in (self._made, self._handle):
+                code = _SUCCESS
+                if handle:
+                    code = _library().ncclCommGetAsyncError(handle, ctypes.byref(state))
+                    code = state.value if code in (_SUCCESS, _IN_PROGRESS) else code
+                if code != _SUCCESS:
+                    break
+        return int(code)
 
     def _settled(self, seconds: float) -> bool:
         start = time.monotonic()
@@ -269,11 +310,17 @@ class Communicator:
             waited = time.monotonic() - start
             if waited > seconds:
                 return False
-            # Enqueueing takes NCCL's own thread some microseconds, connecting much longer.
-            time.sleep(0 if waited < 0.001 else 0.0002)
-        if not self._handle:
+            time.sleep(0.0002)
+        if not self.alive:
             raise NcclError("the communicator was aborted")
         return True
+
+
+def _begin_to_end(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call, name="cpt-nccl-end", daemon=True)
+    thread.start()
+    _ending.add(thread)
+    return thread
 
 
 def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:

@@ -27,8 +27,8 @@ Picture, one rank, current stream above, communication stream below::
 Memory: staged and received tensors are double-buffered; ``stage`` makes the current stream wait for
 what the slot's memory was last sent from or received into, and every group waits for the current
 stream, so receives of g cannot overtake readers of g-2. Captures have buffers of their own, and in a
-capture the current stream waits for every group as soon as it is issued, since a capture must not
-leave work that nothing waits for; events of another capture, or of none, mean nothing there.
+capture groups go on the current stream, since a capture must not leave work that nothing waits for; events
+of another capture, or of none, mean nothing there.
 
 Waits inside NCCL end by the watchdog: it aborts our communicators, which ends their kernels, and
 the next verb raises. A kernel that is ended leaves anything where it was to receive; a small launch
@@ -66,8 +66,8 @@ class _Traffic:
     Attributes:
         captured: in a graph capture; its events mean nothing outside of that one.
         received: the receives of the routes were issued.
-        arrived: event after the receives of the routes.
-        asked: source -> event after the receives of its parts without routes.
+        arrived: event after the receives of the routes; None where they are on the current stream.
+        asked: source -> such an event for its parts without routes.
     """
 
     captured: bool
@@ -95,7 +95,7 @@ class NcclTransport(LanesTransport):
 
     def _stage(self, current: Generation, retired: Generation | None) -> Mapping[str, Tensor]:
         name, number = current.slot.name, current.number
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current_stream()
         captured = torch.cuda.is_current_stream_capturing()
         if retired is not None:
             self._receive_routes(retired)
@@ -157,7 +157,7 @@ class NcclTransport(LanesTransport):
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
     ) -> Mapping[tuple[str, int], Tensor]:
         traffic = self._traffic[current.slot.name, current.number]
-        stream = torch.cuda.current_stream(self.device)
+        stream = self._current_stream()
         self._receive_routes(current)
         if traffic.arrived is not None:
             stream.wait_event(traffic.arrived)
@@ -228,7 +228,11 @@ class NcclTransport(LanesTransport):
         moves: Sequence[_Move],
         dense: Sequence[PartSpec],
     ) -> torch.cuda.Event | None:
-        """Issue moves and all-gathers as one group; return the event after it, None if it is empty."""
+        """Issue moves and all-gathers as one group.
+
+        Returns:
+            The event after it; None if it is empty, or on the current stream.
+        """
         moves = [m for m in moves if m[0].nbytes]
         dense = [p for p in dense if p.nbytes]
         if not moves and not dense:
@@ -255,7 +259,7 @@ class NcclTransport(LanesTransport):
                     comm.receive(targets[part.name, source] + offset, nbytes, source, stream)
 
         event = self._run(lane, current, tuple(sorted(to | of)), post, expected)
-        if not self._traffic[current.slot.name, current.number].captured:
+        if event is not None:
             place = (current.slot.name, current.number % 2)
             self._under_way.setdefault(place, []).append(event)
         return event

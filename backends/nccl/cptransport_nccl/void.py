@@ -24,5 +24,5 @@ def void(stream: torch.cuda.Stream, ended: Tensor, spans: Sequence[tuple[int, in
     from cptransport_kernels.void import void as launch
 
     addresses, sizes = zip(*spans, strict=True)
-    with torch.cuda.stream(stream):
-        launch(ended, address_table((*addresses, *sizes), stream.device))
+    table = address_table((*addresses, *sizes), stream.device, stream)
+    launch(ended, table, stream.cuda_stream)

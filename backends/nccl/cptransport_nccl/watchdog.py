@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ends waits inside NCCL: a host thread that watches work on communication streams and aborts what
-passed its deadline.
+"""Ends waits inside NCCL: a host thread that watches work on communication streams, and calls into NCCL, and
+aborts what passed its deadline.
 
 Progress of a stream is a number in pinned memory that the stream itself writes after each piece of
 work, so the thread makes no CUDA call that a graph capture elsewhere in the process would forbid.
@@ -12,7 +12,8 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +28,10 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class Work:
-    """One group of operations on the stream.
+    """One group of operations on the stream, or the call that issues it.
 
     Attributes:
-        number: 1, 2, ..., in stream order.
+        number: 1, 2, ..., in stream order; 0 for a call.
         slot, generation: what it belongs to; no slot for a barrier, whose generation counts them.
         peers: ranks that it waits for.
         started: host time when it was issued.
@@ -97,6 +98,7 @@ class Watchdog:
         self._look = look
         self._looked = time.monotonic()
         self._lanes: dict[int, _Lane] = {}
+        self._calls: list[Work] = []
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._main, name="cpt-nccl-watchdog", daemon=True)
@@ -109,6 +111,17 @@ class Watchdog:
         write_value(stream, lane.address, lane.issued)
         lane.pending.append(Work(lane.issued, slot, generation, peers, time.monotonic()))
         self._wake.set()
+
+    @contextmanager
+    def call(self, slot: str | None, generation: int, peers: tuple[int, ...]) -> Iterator[None]:
+        """Watch what the host does inside: NCCL may hold it up, as on a stream that has no room."""
+        work = Work(0, slot, generation, peers, time.monotonic())
+        self._calls.append(work)
+        self._wake.set()
+        try:
+            yield
+        finally:
+            self._calls.remove(work)
 
     def stop(self) -> None:
         """End the thread; what is pending is no longer watched."""
@@ -143,6 +156,7 @@ class Watchdog:
             self._look()
 
     def _oldest(self) -> Work | None:
-        """Return what has been pending longest on any stream."""
+        """Return what has been pending longest, on any stream or on the host."""
         found = [work for lane in tuple(self._lanes.values()) if (work := lane.oldest())]
+        found += tuple(self._calls)
         return min(found, key=lambda work: work.started, default=None)

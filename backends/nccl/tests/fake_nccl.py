@@ -2,8 +2,8 @@
 """NCCL and CUDA streams as threads, so that the transport's order of calls is tested without a GPU.
 
 Stricter than NCCL where it matters: a send ends only when it is received; the first use of a pair of
-ranks blocks the host until both ends have come; messages of a pair match in order, whatever their
-size. The caller's own stream is the calling thread, so verbs block as on a CPU.
+ranks blocks the host, without a limit, until both ends have come or it is aborted; messages of a pair
+match in order, whatever their size. The caller's own stream is the calling thread, so verbs block as on a CPU.
 
 ``BACKEND`` is the ``nccl`` transport on that, for ranks that are threads (``RankPool`` with
 ``processes=False``).
@@ -103,9 +103,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.submit(event.wait)
 
-    def wait_stream(self, stream: Any) -> None:
-        assert isinstance(stream, Host)
-
     def query(self) -> bool:
         return self._mark().wait(0.001)
 
@@ -118,7 +115,14 @@ class Stream:
         return done
 
 
-_queues: dict[int, queue.SimpleQueue[Any]] = {}
+class _AtOnce:
+    """The queue of the caller's stream."""
+
+    def put(self, work: Callable[[], None]) -> None:
+        work()
+
+
+_queues: dict[int, Any] = {Host.cuda_stream: _AtOnce()}
 
 
 def _serve(work: queue.SimpleQueue[Any]) -> None:
@@ -156,6 +160,7 @@ class Communicator:
         self._stream = 0
         self._problem: str | None = None
         self.alive = True
+        self.held_up = False  # the host, in the next group
         self._world.joined[rank] = time.monotonic()
 
     def complete(self) -> None:
@@ -204,12 +209,12 @@ class Communicator:
                 wanted |= {("send", *pair), ("receive", *pair)}
             world.changed.notify_all()
 
-        def arrived(seconds: float) -> bool:
-            with world.changed:
-                return world.changed.wait_for(lambda: wanted <= world.ends, seconds)
-
-        if not arrived(0):
-            self._wait(arrived, what)
+        with world.changed:
+            world.changed.wait_for(
+                lambda: (wanted <= world.ends and not self.held_up) or not self.alive
+            )
+        if not self.alive:
+            raise NcclError(f"{what}: the communicator was aborted")
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
         self._stream = stream
@@ -275,11 +280,12 @@ class Communicator:
         thread.start()
         return thread
 
-    def finalize(self) -> None:
-        pass
-
-    def destroy(self) -> None:
+    def destroy(self) -> threading.Thread | None:
         self.alive = False
+        return None
+
+    def connected(self) -> None:
+        pass
 
 
 class _Cuda:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 import time
-import weakref
 from typing import Any
 
 import pytest
@@ -15,7 +12,6 @@ import torch
 from cptransport.errors import PeerFailedError, TransportTimeoutError
 from cptransport.testing import Ranks
 from cptransport.transport import PartSpec, Slot
-from cptransport_nccl import library
 
 RANKS = 3
 _EVERYWHERE = frozenset((s, d) for s in range(3) for d in range(3) if s != d)
@@ -171,35 +167,24 @@ def test_an_abort_that_takes_long_holds_up_no_error(
         assert kept
 
 
-def test_an_abort_holds_what_it_was_given_and_is_waited_for_at_exit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    over = threading.Event()
-
-    class Nccl:
-        @staticmethod
-        def ncclCommAbort(handle: ctypes.c_void_p) -> int:
-            assert handle.value == 7
-            over.wait(10)
-            return 0
-
-    monkeypatch.setattr(library, "_library", Nccl)
-    monkeypatch.setattr(library, "_EXIT_S", 0.2)
-    communicator = library.Communicator.__new__(library.Communicator)
-    communicator._handle, communicator._using = ctypes.c_void_p(7), threading.Lock()
-    held = torch.nn.Identity()
-    gone = weakref.ref(held)
-    thread = communicator.abort(held)
-    del held
-    assert thread is not None
-    assert communicator.abort(None) is None
+def _held_up(ranks: Ranks) -> float:
+    """NCCL holds rank 0's host up for ever in a call that issues work."""
+    transport: Any = ranks.create(timeout_s=1.0)
+    slot, _ = _SLOTS["rows"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 0:
+        transport._lanes["routes"].communicator.held_up = True
     start = time.monotonic()
-    library._leave()
-    assert 0.2 <= time.monotonic() - start < 1.0
-    assert gone() is not None
-    over.set()
-    thread.join()
-    assert gone() is None
+    with pytest.raises((TransportTimeoutError, PeerFailedError)):
+        _generations(transport, slot)
+    waited = time.monotonic() - start
+    transport.close()
+    return waited
+
+
+def test_a_call_that_does_not_return_is_ended(run: Any) -> None:
+    assert max(run(_held_up)) < 1.0 + 2.0
 
 
 def _slow_to_connect(ranks: Ranks) -> float:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a communicator is made, used and ended, by the calls that NCCL gets."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cptransport_nccl import library
+from cptransport_nccl.library import Communicator, NcclError
+
+_MADE, _SPLIT = 5, 7
+_IN_PROGRESS = 7
+_IDENTITY = bytes(128)
+
+
+class Nccl:
+    """Remembers calls; what takes time goes on for ``polls`` looks at its state."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.polls = 0
+        self.splits = True  # whether splitting ends
+        self.over = threading.Event()  # aborts last until then
+        self.over.set()
+        self._writes: Callable[[], None] = lambda: None
+
+    def ncclCommInitRankConfig(
+        self, handle: Any, size: int, identity: Any, rank: int, config: Any
+    ) -> int:
+        self.calls.append(("init", _given(config)))
+        _cell(handle).value = _MADE
+        self.polls = 3
+        return _IN_PROGRESS
+
+    def ncclCommSplit(self, made: Any, color: int, key: int, handle: Any, config: Any) -> int:
+        self.calls.append(("split", _given(config)))
+        assert (made.value, color) == (_MADE, 0)
+        self._writes = lambda: setattr(_cell(handle), "value", _SPLIT)
+        self.polls = 3
+        return _IN_PROGRESS
+
+    def ncclCommGetAsyncError(self, handle: Any, state: Any) -> int:
+        waits = handle.value == _MADE and (self.polls > 0 or (self._split() and not self.splits))
+        self.polls -= waits
+        if not waits and self._split():
+            self._writes()
+        _cell(state).value = _IN_PROGRESS if waits else 0
+        return 0
+
+    def ncclCommAbort(self, handle: Any) -> int:
+        self.calls.append(("abort", handle.value))
+        if handle.value == _MADE and self._split():
+            self._writes()  # ends it; it may have come so far
+        assert self.over.wait(10)
+        return 0
+
+    def ncclCommDestroy(self, handle: Any) -> int:
+        self.calls.append(("destroy", handle.value))
+        return 0
+
+    def ncclGroupStart(self) -> int:
+        return 0
+
+    def ncclGroupEnd(self) -> int:
+        self.calls.append(("group", None))
+        return 0
+
+    def _split(self) -> bool:
+        return any(name == "split" for name, _ in self.calls)
+
+
+def _cell(reference: Any) -> Any:
+    return reference._obj
+
+
+def _given(config: Any) -> tuple[int, int]:
+    return _cell(config).blocking, _cell(config).max_ctas
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+    made = Nccl()
+    monkeypatch.setattr(library, "_library", lambda: made)
+    return made
+
+
+def _wait(arrived: Callable[[float], bool], what: str) -> None:
+    if not arrived(0.1):
+        raise TimeoutError(what)
+
+
+def _complete(channels: int | None = None) -> Communicator:
+    communicator = Communicator(_IDENTITY, 1, 2, _wait, channels)
+    communicator.complete()
+    return communicator
+
+
+@pytest.mark.parametrize("channels", [None, 1])
+def test_work_goes_to_a_blocking_communicator(nccl: Nccl, channels: int | None) -> None:
+    communicator = _complete(channels)
+    assert nccl.calls == [("init", (0, 1)), ("split", (1, channels or library._UNDEFINED))]
+    communicator.connected()
+    thread = communicator.destroy()
+    assert thread is not None
+    thread.join()
+    for other in tuple(library._ending):
+        other.join()
+    assert sorted(nccl.calls[2:]) == [("abort", _MADE), ("destroy", _SPLIT)]
+    assert not communicator.alive
+    assert communicator.destroy() is communicator.abort(None) is None
+
+
+def test_an_abort_while_it_is_split_frees_what_that_gave(nccl: Nccl) -> None:
+    nccl.splits = False
+    communicator = Communicator(_IDENTITY, 0, 2, _wait)
+    with pytest.raises(TimeoutError, match="ncclCommSplit"):
+        communicator.complete()
+    thread = communicator.abort(None)
+    assert thread is not None
+    thread.join()
+    assert nccl.calls[2:] == [("abort", _MADE), ("abort", _SPLIT)]
+
+
+def test_what_fails_on_the_way_is_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator = Communicator(_IDENTITY, 0, 2, _wait)
+    communicator.abort(None)
+    with pytest.raises(NcclError, match="aborted"):
+        communicator.complete()
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_abort_waits_a_while_for_a_call_in_it(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch, returns: bool
+) -> None:
+    monkeypatch.setattr(library, "_CALL_S", 10.0 if returns else 0.2)
+    communicator = _complete()
+    inside, leave = threading.Event(), threading.Event()
+
+    def use() -> None:
+        with communicator.group("held up"):
+            inside.set()
+            assert leave.wait(10)
+
+    caller = threading.Thread(target=use)
+    caller.start()
+    assert inside.wait(10)
+    thread = communicator.abort(None)
+    assert thread is not None
+    if returns:
+        time.sleep(0.1)
+        leave.set()
+    thread.join()
+    leave.set()
+    caller.join()
+    order = [name for name, _ in nccl.calls[2:]]
+    assert order == (["group", "abort", "abort"] if returns else ["abort", "abort", "group"])
+
+
+def test_an_abort_holds_what_it_was_given_and_is_waited_for_at_exit(
+    nccl: Nccl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "_EXIT_S", 0.2)
+    communicator = _complete()
+    nccl.over.clear()
+    held = torch.nn.Identity()
+    gone = weakref.ref(held)
+    thread = communicator.abort(held)
+    del held
+    assert thread is not None
+    assert communicator.abort(None) is None
+    start = time.monotonic()
+    library._leave()
+    assert 0.2 <= time.monotonic() - start < 1.0
+    assert gone() is not None
+    nccl.over.set()
+    thread.join()
+    assert gone() is None
