@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from cptransport.backend import ControlPlane, group_store, with_index
 from cptransport.errors import BackendUnavailableError, PeerFailedError
-from cptransport_nccl.lanes import CONNECT_S
 from cptransport_nccl.library import NcclError, unique_id
 from cptransport_nccl.notes import Notes
+from cptransport_nccl.pulse import CONNECT_S
 from cptransport_nccl.transport import NcclTransport
 
 __all__ = ["create"]
@@ -53,9 +53,9 @@ def create(
             "or use gloo or cupy_ipc"
         )
 
-    def identity(name: str) -> bytes:
+    def identity() -> bytes:
         mine = unique_id().hex() if control.rank == 0 else ""
-        return bytes.fromhex(control.exchange(mine, f"nccl: id of communicator {name!r}")[0])
+        return bytes.fromhex(control.exchange(mine, "nccl: id of the communicator")[0])
 
     try:
         notes = Notes(group_store(group, "nccl notes"), control.rank)

@@ -33,23 +33,22 @@ from cptransport.backend import (
 )
 from cptransport.errors import PeerFailedError, TransportError, TransportTimeoutError
 from cptransport.transport import Capabilities
-from cptransport_nccl.library import Communicator, NcclError, join_within
+from cptransport_nccl.library import Communicator, NcclError, Origin, join_within
 from cptransport_nccl.notes import Notes
 from cptransport_nccl.order import Order
 from cptransport_nccl.pulse import Pulse
 from cptransport_nccl.void import void
 from cptransport_nccl.watchdog import Watchdog, Work, work_name
 
-__all__ = ["BARRIERS", "CONNECT_S", "ROUTES", "LanesTransport", "still_used"]
+__all__ = ["BARRIERS", "ROUTES", "LanesTransport", "still_used"]
 
 #: The lane of everything with routes, and that of barriers, which may come between any two verbs.
 ROUTES, BARRIERS = "routes", "barriers"
 
-#: How long connecting may take at least, whatever the limit of waits for a peer's data is: NCCL starts
-#: threads, searches the topology and pins memory, which takes seconds where processes share a GPU.
-CONNECT_S = 30.0
 #: How long peers are asked who failed, when NCCL says only that something did.
 _WORDS_S = 1.0
+#: What ranks sign when NCCL says that something failed.
+_LOST = "lost"
 #: How long ``close`` waits for what was aborted.
 _ABORT_S = 1.0
 
@@ -74,7 +73,7 @@ class LanesTransport(TransportBase):
 
     Args:
         control, device, timeout_s, capabilities: as ``TransportBase``.
-        identity: gives the id of a new communicator, by name; collective.
+        identity: gives the id of a new communicator; collective.
         notes: what hosts tell each other.
     """
 
@@ -84,7 +83,7 @@ class LanesTransport(TransportBase):
         device: torch.device,
         timeout_s: float,
         capabilities: Capabilities,
-        identity: Callable[[str], bytes],
+        identity: Callable[[], bytes],
         notes: Notes,
     ) -> None:
         super().__init__(
@@ -94,6 +93,7 @@ class LanesTransport(TransportBase):
         self._notes = notes
         self._order = Order(self.rank, self.world_size)
         self._error: BaseException | None = None
+        self._origin: Origin | None = None
         self._lanes: dict[str, _Lane] = {}
         self._aborts: list[Thread] = []
         self._barriers = 0
@@ -143,7 +143,7 @@ class LanesTransport(TransportBase):
         streams; and what NCCL may still write to lives as long as that takes.
         """
         self._ended_view.value = 1
-        started = (lane.communicator.abort(self) for lane in tuple(self._lanes.values()))
+        started = [communicator.abort(self) for communicator in self._communicators()]
         self._aborts += [thread for thread in started if thread is not None]
 
     def _drain(self) -> None:
@@ -161,7 +161,7 @@ class LanesTransport(TransportBase):
         ending: list[Thread | None] = []
         # What was captured is freed when its last graph has gone, which nobody can wait for.
         if not (broken or self._captured):
-            ending += [lane.communicator.destroy() for lane in self._lanes.values()]
+            ending += [communicator.destroy() for communicator in self._communicators()]
         try:
             join_within(filter(None, ending), self.timeout_s)
         finally:
@@ -173,6 +173,10 @@ class LanesTransport(TransportBase):
                 for lane in self._lanes.values():
                     release_stream(lane.stream)
             self._lanes.clear()
+
+    def _communicators(self) -> list[Origin | Communicator]:
+        made: list[Origin | Communicator] = [x.communicator for x in tuple(self._lanes.values())]
+        return made if self._origin is None else [*made, self._origin]
 
     def _others(self) -> Iterable[int]:
         return (rank for rank in range(self.world_size) if rank != self.rank)
@@ -212,7 +216,7 @@ class LanesTransport(TransportBase):
         slot = current.slot.name if current else None
         number = current.number if current else self._barriers
         with (
-            self._mapped(what, work_name(slot, number), peers),
+            self._mapped(what, work_name(slot, number)),
             self._watchdog.call(slot, number, peers),
             communicator.group(what),
         ):
@@ -243,47 +247,44 @@ class LanesTransport(TransportBase):
     def _connect(self, senders: Mapping[str, int | None]) -> None:
         """Make lanes at their first use and connect them; collective then.
 
-        NCCL connects on threads of its own, so lanes that are needed together take no longer than one.
-
         Args:
             senders: by name of a lane, the only rank that sends on it; None: all do.
         """
         new = [name for name in senders if name not in self._lanes]
         if not new or self.world_size == 1:
             return
-        identities = [self._identity(name) for name in new]
         others = tuple(self._others())
-        pulse = Pulse(self._notes, new[0], others)
-
-        def wait(arrived: Callable[[float], bool], what: str) -> None:
-            if pulse.over:
-                self._wait(arrived, what, missing=lambda: list(others))
-            else:
-                self._wait_connecting(arrived, what, pulse)
-
-        with self._mapped("connect", f"connect {new[0]}", others), torch.cuda.device(self.device):
-            for name, identity in zip(new, identities, strict=True):
+        pulse = Pulse(self._notes, new[0], others, self._wait)
+        with self._mapped("connect", f"connect {new[0]}"), torch.cuda.device(self.device):
+            origin = self._meet(new[0], pulse)
+            for name in new:
                 # What carries little needs no more than one channel.
-                channels = None if name == ROUTES else 1
-                comm = Communicator(identity, self.rank, self.world_size, wait, channels)
+                comm = origin.split(None if name == ROUTES else 1, pulse.wait)
                 stream = exclusive_stream(self.device)
                 self._lanes[name] = _Lane(comm, stream, torch.cuda.Event())
             lanes = {name: self._lanes[name] for name in new}
             for lane in lanes.values():
-                lane.communicator.complete()
                 lane.follow(self._current_stream())
             # NCCL holds the host up in there, until it is aborted if need be.
             first = BackgroundCall(partial(self._use_first, lanes, senders), "cpt-nccl-connect")
             try:
-                wait(first.ended, "connecting to the peers")
+                pulse.wait(first.ended, "connecting to the peers")
             except BaseException:
                 first.give_up()
                 raise
             first.answer()
             for lane in lanes.values():
-                wait(partial(self._drained, lane), "connecting to the peers")
-                lane.communicator.connected()
+                pulse.wait(partial(self._drained, lane), "connecting to the peers")
         pulse.connected()
+
+    def _meet(self, what: str, pulse: Pulse) -> Origin:
+        """Return what lanes are split off, when all ranks are there: NCCL would hold up those that are."""
+        if self._origin is None:
+            self._origin = Origin(self._identity(), self.rank, self.world_size)
+            self._origin.complete(pulse.wait)
+        else:
+            self.control.exchange("", f"nccl: connect {what}")
+        return self._origin
 
     def _use_first(self, lanes: Mapping[str, _Lane], senders: Mapping[str, int | None]) -> None:
         """Run on lanes what connects all that will be needed."""
@@ -304,25 +305,6 @@ class LanesTransport(TransportBase):
                     with comm.group("connect"):
                         comm.all_gather(sent, gathered, 1, stream)
 
-    def _wait_connecting(self, arrived: Callable[[float], bool], what: str, pulse: Pulse) -> None:
-        """Wait for the peers to connect: as long as the limit, and up to ``CONNECT_S`` while all are there."""
-
-        def beating(seconds: float) -> bool:
-            pulse.beat()
-            return arrived(seconds)
-
-        def missing() -> list[int]:
-            return pulse.listen(beating) or list(self._others())
-
-        start = time.monotonic()
-        while True:
-            try:
-                self._wait(beating, what, missing=missing)
-                return
-            except TransportTimeoutError:
-                if pulse.silent or time.monotonic() - start > CONNECT_S:
-                    raise
-
     def _drained(self, lane: _Lane, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while not lane.stream.query():
@@ -337,24 +319,24 @@ class LanesTransport(TransportBase):
         return True
 
     @contextmanager
-    def _mapped(self, what: str, work: str, peers: Sequence[int]) -> Iterator[None]:
+    def _mapped(self, what: str, work: str) -> Iterator[None]:
         """Map NCCL's errors to ours, with their cause."""
         try:
             yield
         except NcclError as error:
-            raise self._lost(f"rank {self.rank}: {what}: {error}", work, peers) from error
+            raise self._lost(f"rank {self.rank}: {what}: {error}", work) from error
 
-    def _lost(
-        self, problem: str, work: str, peers: Sequence[int], deadline: float = math.inf
-    ) -> BaseException:
+    def _lost(self, problem: str, work: str, deadline: float = math.inf) -> BaseException:
         """Find out who failed when NCCL says that something did; on the caller's or the watchdog's thread.
 
         NCCL names nobody, and notices a closed connection before the peers have said anything. They
         get a moment for it, as far as the work's deadline leaves one: what one of them raised is the
-        cause, else those did it who have not come to this piece of work.
+        cause, else those did it who do not even say that they see it, too. Who has not come to this piece of
+        work says less: that rank may itself wait for the one that is gone.
         """
         if self._error is None:
             self._notes.waits(work)
+            self._notes.sign(_LOST, "here")
         end = min(time.monotonic() + min(_WORDS_S, self.timeout_s / 2), deadline)
         while self._error is None:
             try:
@@ -366,9 +348,11 @@ class LanesTransport(TransportBase):
             time.sleep(0.05)
         if self._error is not None:
             return self._error
-        absent = self._notes.absent(work, peers)
-        who = f"rank {absent[0]}" if len(absent) == 1 else f"one of ranks {absent}"
-        peer = absent[0] if len(absent) == 1 else None
+        others = list(self._others())
+        signs = self._notes.signs(_LOST, others)
+        gone = [rank for rank, sign in zip(others, signs, strict=True) if not sign] or others
+        who = f"rank {gone[0]}" if len(gone) == 1 else f"one of ranks {gone}"
+        peer = gone[0] if len(gone) == 1 else None
         return PeerFailedError(f"{problem}; no word from {who}", peer=peer)
 
     def _failure(self, work: Work) -> BaseException | None:
@@ -381,7 +365,7 @@ class LanesTransport(TransportBase):
             problem = lane.communicator.failure()
             if problem is not None:
                 deadline = work.started + self.timeout_s
-                return self._lost(f"NCCL reports: {problem}", work.name, work.peers, deadline)
+                return self._lost(f"NCCL reports: {problem}", work.name, deadline)
         return None
 
     def _late(self, work: Work) -> None:
@@ -395,7 +379,7 @@ class LanesTransport(TransportBase):
             error = self._error
         if error is None:
             place = f"slot {work.slot!r}, generation {work.generation}" if work.slot else "barrier"
-            peers = self._notes.absent(work.name, work.peers)
+            peers = self._notes.absent(work.name, work.peers) or list(work.peers)
             error = TransportTimeoutError(
                 f"rank {self.rank}: {place}: waited {self.timeout_s:g} s inside NCCL for "
                 + (f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {peers}"),

@@ -3,10 +3,10 @@
 
 ``ctypes`` on the NCCL that torch has already loaded, so that there is one NCCL in the process.
 
-A communicator is made non-blocking: making it waits for peers, NCCL returns "in progress", and the host waits
-with a deadline. What is issued goes to a blocking one, split off it: NCCL issues each group of a non-blocking
-communicator from a thread that it makes for it, and the host would wait for that every time (110 to 150 us
-in place of 17 to 25, measured with 2.28 on an H200's host).
+The first communicator is non-blocking: making it, and splitting others off it, waits for peers, NCCL returns
+"in progress", and the host waits with a deadline. What is issued goes to blocking ones: NCCL issues each
+group of a non-blocking communicator from a thread that it makes for it, and the host would wait for that
+every time (110 to 150 us in place of 17 to 25, measured with 2.28 on an H200's host).
 
 Source: the NCCL 2.18+ API reference, "Communicator creation and management" and "Point to point"; for who
 waits where, ``group.cc`` and ``init.cc`` of 2.28.
@@ -20,11 +20,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
-__all__ = ["Communicator", "NcclError", "join_within", "unique_id"]
+__all__ = ["Communicator", "NcclError", "Origin", "Wait", "join_within", "unique_id"]
+
+#: ``wait(arrived, what)`` waits on the host with a deadline, see ``TransportBase``; may raise.
+Wait = Callable[[Callable[[float], bool], str], None]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8, _SUM = 1, 0
@@ -132,68 +135,157 @@ def _check(code: int, handle: Any, what: str) -> None:
         raise NcclError(f"{what}: {text}" + (f" ({last})" if last else ""))
 
 
-class Communicator:
-    """One NCCL communicator of this process.
+class _Ended:
+    """A communicator of NCCL's and how it ends."""
+
+    def __init__(self) -> None:
+        self._handle = ctypes.c_void_p()
+        # Held while it is looked at or taken away: the watchdog's thread aborts it.
+        self._using = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+
+    @property
+    def alive(self) -> bool:
+        """Whether it was neither aborted nor destroyed."""
+        return bool(self._handle)
+
+    def failure(self) -> str | None:
+        """Return what went wrong in the background, or None."""
+        found = self._state()
+        if found in (_SUCCESS, _IN_PROGRESS):
+            return None
+        return str(_library().ncclGetErrorString(found).decode())
+
+    def abort(self, held: object) -> threading.Thread | None:
+        """Begin to end everything under way and free it, without the peers.
+
+        Args:
+            held: what NCCL may still write to; lives until it has ended.
+
+        Returns:
+            The thread that does; None: it was begun before. It can take for ever: freeing memory
+            waits for all kernels of the device, so abort all communicators before you wait for one,
+            and NCCL waits for all graphs that hold its work, such as the one being captured.
+        """
+        return self._take_away("ncclCommAbort", held)
+
+    def destroy(self) -> threading.Thread | None:
+        """Begin to free it, after all work on it has ended.
+
+        Returns:
+            The thread that does, without the peers; None: it was aborted. A thread of NCCL's looks only
+            twice a second whether it is to end, so free all communicators before you wait for one. What it
+            frees would break a capture of any thread.
+        """
+        return self._take_away("ncclCommDestroy", None)
+
+    def _take_away(self, call: str, held: object) -> threading.Thread | None:
+        with self._using:
+            handle, self._handle = self._handle, ctypes.c_void_p()
+        if not handle:
+            return None
+
+        def end(held: object) -> None:
+            # What a call works on should not be freed under it; but it may be waiting for just that.
+            self._idle.wait(_CALL_S)
+            getattr(_library(), call)(handle)
+            self._gone()
+
+        thread = threading.Thread(target=end, args=(held,), name="cpt-nccl-end", daemon=True)
+        thread.start()
+        _ending.add(thread)
+        return thread
+
+    def _gone(self) -> None:
+        """What is left to do when it has ended."""
+
+    def _state(self) -> int:
+        """Return NCCL's code for what is under way; success if there is nothing any more."""
+        state = ctypes.c_int()
+        with self._using:
+            if not self._handle:
+                return _SUCCESS
+            code = int(_library().ncclCommGetAsyncError(self._handle, ctypes.byref(state)))
+        return code if code not in (_SUCCESS, _IN_PROGRESS) else state.value
+
+
+class Origin(_Ended):
+    """The communicator that all others of a transport are split off; nothing is issued on it.
 
     Args:
         identity: from ``unique_id`` of one rank, the same on all.
         rank, world_size: position in it.
-        wait: ``wait(arrived, what)`` waits on the host with a deadline, see ``TransportBase``; may
-            raise.
-        channels: the most that it may use; None: NCCL's choice. Every channel takes pinned host
-            memory, connections and time to make.
 
-    Collective: over all its ranks. The current CUDA device must be this rank's.
+    Collective: over all its ranks, as ``split``. The current CUDA device must be this rank's.
 
-    Making it begins to connect; ``complete`` waits for that, and the first group for what NCCL connects
-    only then.
+    Making it only begins; ``complete`` waits for that.
     """
 
-    def __init__(
-        self,
-        identity: bytes,
-        rank: int,
-        world_size: int,
-        wait: Callable[[Callable[[float], bool], str], None],
-        channels: int | None = None,
-    ) -> None:
-        self._made, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
-        # Held while they are looked at or taken away: the watchdog's thread aborts them.
-        self._using = threading.Lock()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._rank, self._channels, self._wait = rank, channels, wait
+    def __init__(self, identity: bytes, rank: int, world_size: int) -> None:
+        super().__init__()
+        self._rank = rank
+        self._last: Communicator | None = None
         self._begun = _library().ncclCommInitRankConfig(
-            ctypes.byref(self._made),
+            ctypes.byref(self._handle),
             world_size,
             _UniqueId.from_buffer_copy(identity),
             rank,
             ctypes.byref(_config(_NON_BLOCKING, 1)),
         )
 
-    def complete(self) -> None:
+    def complete(self, wait: Wait) -> None:
         """Wait until all ranks have made it; before its first use."""
-        self._await(self._begun, "ncclCommInitRankConfig")
+        self._await(self._begun, "ncclCommInitRankConfig", wait)
+
+    def split(self, channels: int | None, wait: Wait) -> Communicator:
+        """Return a new communicator of the same ranks.
+
+        Args:
+            channels: the most that it may use; None: NCCL's choice. Every channel takes pinned host
+                memory, connections and time to make.
+            wait: as ``Wait`` says.
+        """
+        self._last = made = Communicator()
         code = _library().ncclCommSplit(
-            self._made,
+            self._handle,
             0,
             self._rank,
-            ctypes.byref(self._handle),
-            ctypes.byref(_config(_BLOCKING, self._channels)),
+            ctypes.byref(made._handle),
+            ctypes.byref(_config(_BLOCKING, channels)),
         )
-        self._await(code, "ncclCommSplit")
+        self._await(code, "ncclCommSplit", wait)
+        return made
 
-    def connected(self) -> None:
-        """Free what it was split off; when something has arrived from every rank, which needs that no more."""
-        with self._using:
-            made, self._made = self._made, ctypes.c_void_p()
-        if made:
-            _begin_to_end(partial(_library().ncclCommAbort, made))
+    def _await(self, code: int, what: str, wait: Wait) -> None:
+        """Wait until what a call began has ended."""
+        _check(code, self._handle, what)
+        wait(self._settled, what)
+        problem = self.failure()
+        if problem is not None:
+            raise NcclError(f"{what}: {problem}")
 
-    @property
-    def alive(self) -> bool:
-        """Whether it was neither aborted nor destroyed."""
-        return bool(self._handle or self._made)
+    def _settled(self, seconds: float) -> bool:
+        start = time.monotonic()
+        while self._state() == _IN_PROGRESS:
+            waited = time.monotonic() - start
+            if waited > seconds:
+                return False
+            time.sleep(0.0002)
+        if not self.alive:
+            raise NcclError("the communicator was aborted")
+        return True
+
+    def _gone(self) -> None:
+        if self._last is not None:  # it may have been split off just before
+            self._last.abort(None)
+
+
+class Communicator(_Ended):
+    """One NCCL communicator of this process, from ``Origin.split``.
+
+    NCCL makes most connections in its first group.
+    """
 
     @contextmanager
     def group(self, what: str) -> Iterator[None]:
@@ -235,92 +327,6 @@ class Communicator:
             address, address, nbytes, _UINT8, _SUM, self._handle, stream
         )
         _check(code, self._handle, "ncclAllReduce")
-
-    def failure(self) -> str | None:
-        """Return what went wrong in the background, or None."""
-        found = self._state()
-        if found in (_SUCCESS, _IN_PROGRESS):
-            return None
-        return str(_library().ncclGetErrorString(found).decode())
-
-    def abort(self, held: object) -> threading.Thread | None:
-        """Begin to end everything under way and free it, without the peers.
-
-        Args:
-            held: what NCCL may still write to; lives until it has ended.
-
-        Returns:
-            The thread that does; None: it was begun before. It can take for ever: freeing memory
-            waits for all kernels of the device, so abort all communicators before you wait for one,
-            and NCCL waits for all graphs that hold its work, such as the one being captured.
-        """
-        return self._take_away("ncclCommAbort", held)
-
-    def destroy(self) -> threading.Thread | None:
-        """Begin to free it, after all work on it has ended.
-
-        Returns:
-            The thread that does, without the peers; None: it was aborted. A thread of NCCL's looks only
-            twice a second whether it is to end, so free all communicators before you wait for one.
-        """
-        return self._take_away("ncclCommDestroy", None)
-
-    def _take_away(self, call: str, held: object) -> threading.Thread | None:
-        with self._using:
-            made, self._made = self._made, ctypes.c_void_p()
-            handle, self._handle = self._handle, ctypes.c_void_p()
-        if not (made or handle):
-            return None
-
-        def end(held: object) -> None:
-            # What a call works on should not be freed under it; but it may be waiting for just that.
-            self._idle.wait(_CALL_S)
-            # In this order: splitting, which this ends, writes the second.
-            if made:
-                _library().ncclCommAbort(made)
-            if handle:
-                getattr(_library(), call)(handle)
-
-        return _begin_to_end(partial(end, held))
-
-    def _await(self, code: int, what: str) -> None:
-        """Wait until making it has come as far as a call began to."""
-        _check(code, self._made, what)
-        self._wait(self._settled, what)
-        problem = self.failure()
-        if problem is not None:
-            raise NcclError(f"{what}: {problem}")
-
-    def _state(self) -> int:
-        """Return NCCL's code for what is under way; success if there is nothing any more."""
-        state = ctypes.c_int()
-        with self._using:
-            for handle in (self._made, self._handle):
-                code = _SUCCESS
-                if handle:
-                    code = _library().ncclCommGetAsyncError(handle, ctypes.byref(state))
-                    code = state.value if code in (_SUCCESS, _IN_PROGRESS) else code
-                if code != _SUCCESS:
-                    break
-        return int(code)
-
-    def _settled(self, seconds: float) -> bool:
-        start = time.monotonic()
-        while self._state() == _IN_PROGRESS:
-            waited = time.monotonic() - start
-            if waited > seconds:
-                return False
-            time.sleep(0.0002)
-        if not self.alive:
-            raise NcclError("the communicator was aborted")
-        return True
-
-
-def _begin_to_end(call: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=call, name="cpt-nccl-end", daemon=True)
-    thread.start()
-    _ending.add(thread)
-    return thread
 
 
 def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:

@@ -59,12 +59,12 @@ class Notes:
         self._limited(lambda: self._store.set(f"waits/{work}/{self._rank}", ""), None)
 
     def absent(self, work: str, peers: Sequence[int]) -> list[int]:
-        """Return the peers that have not said that of the same work; all of them when all have."""
+        """Return the peers that have not said that of the same work; none where no answer came."""
 
         def look() -> list[int]:
             return [rank for rank in peers if not self._store.check([f"waits/{work}/{rank}"])]
 
-        return self._limited(look, []) or list(peers)
+        return self._limited(look, [])
 
     def sign(self, what: str, text: str) -> None:
         """Give a sign of life, in place of the one before."""
@@ -90,7 +90,7 @@ class Notes:
         return self._limited(look, [""] * len(keys))
 
     def _limited(self, call: Callable[[], T], otherwise: T) -> T:
-        """Call the store; give up at the limit, and while a call before has no answer."""
+        """Call the store; give up at the limit, which another thread's call before it may have once more."""
         with contextlib.suppress(RuntimeError):  # the store is gone; the control plane says so
-            return next(iter(self._calls(call, _LIMIT_S)), otherwise)
+            return next(iter(self._calls(call, _LIMIT_S, patience_s=_LIMIT_S)), otherwise)
         return otherwise

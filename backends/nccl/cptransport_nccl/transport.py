@@ -84,7 +84,7 @@ class NcclTransport(LanesTransport):
         control: ControlPlane,
         device: torch.device,
         timeout_s: float,
-        identity: Callable[[str], bytes],
+        identity: Callable[[], bytes],
         notes: Notes,
     ) -> None:
         self._memory: dict[tuple[str, ...], Tensor] = {}

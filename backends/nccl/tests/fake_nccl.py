@@ -141,19 +141,39 @@ class _World:
         self.lost = False
 
 
-_worlds: defaultdict[bytes, _World] = defaultdict(_World)
+_worlds: defaultdict[tuple[bytes, int], _World] = defaultdict(_World)  # by identity and split
 _worlds_lock = threading.Lock()
+
+
+class Origin:
+    """See ``cptransport_nccl.library.Origin``."""
+
+    def __init__(self, identity: bytes, rank: int, world_size: int) -> None:
+        self._identity, self._rank, self._size = identity, rank, world_size
+        self._splits = 0
+
+    def complete(self, wait: Any) -> None:
+        pass
+
+    def split(self, channels: int | None, wait: Any) -> Communicator:
+        self._splits += 1
+        with _worlds_lock:
+            world = _worlds[self._identity, self._splits]
+        made = Communicator(world, self._rank, self._size)
+        wait(made.joined, "joining")
+        return made
+
+    def abort(self, held: Any = None) -> None:
+        pass
+
+    destroy = abort
 
 
 class Communicator:
     """See ``cptransport_nccl.library.Communicator``."""
 
-    def __init__(
-        self, identity: bytes, rank: int, world_size: int, wait: Any, channels: int | None = None
-    ) -> None:
-        with _worlds_lock:
-            self._world = _worlds[identity]
-        self._rank, self._size, self._wait = rank, world_size, wait
+    def __init__(self, world: _World, rank: int, world_size: int) -> None:
+        self._world, self._rank, self._size = world, rank, world_size
         self._numbers: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._calls: list[tuple[str, int, int, int]] = []
         self._own: list[tuple[int, int, int]] = []  # (target, source, size), of all-gathers
@@ -163,10 +183,7 @@ class Communicator:
         self.held_up = False  # the host, in the next group
         self._world.joined[rank] = time.monotonic()
 
-    def complete(self) -> None:
-        self._wait(self._joined, "joining")
-
-    def _joined(self, seconds: float) -> bool:
+    def joined(self, seconds: float) -> bool:
         """Whether all ranks have come, and the time has passed that connecting takes."""
         joined = self._world.joined
         if len(joined) == self._size and max(joined.values()) + connecting_s < time.monotonic():
@@ -280,12 +297,8 @@ class Communicator:
         thread.start()
         return thread
 
-    def destroy(self) -> threading.Thread | None:
+    def destroy(self) -> None:
         self.alive = False
-        return None
-
-    def connected(self) -> None:
-        pass
 
 
 class _Cuda:
@@ -345,7 +358,7 @@ def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **option
     lanes: Any = cptransport_nccl.lanes
     watchdog: Any = cptransport_nccl.watchdog
     module.torch, lanes.torch, watchdog.torch = _Torch(), _PinnedTorch(), _PinnedTorch()
-    lanes.Communicator, lanes.void, watchdog.write_value = Communicator, void, write_value
+    lanes.Origin, lanes.void, watchdog.write_value = Origin, void, write_value
     lanes.exclusive_stream, lanes.release_stream = Stream, lambda stream: None
     module.still_used = lanes.still_used = still_used
     world = current_world()
@@ -354,9 +367,9 @@ def create(group: Any, device: Any, timeout_s: float, kind: Any = None, **option
     size = world.world_size
     control = ControlPlane(dist.PrefixStore("control", store), rank, size, timeout_s)
 
-    def identity(name: str) -> bytes:
+    def identity() -> bytes:
         mine = uuid.uuid4().hex if rank == 0 else ""
-        return control.exchange(mine, f"id of {name!r}")[0].encode()
+        return control.exchange(mine, "id")[0].encode()
 
     notes = Notes(dist.PrefixStore("notes", store), rank)
     if kind is not None:

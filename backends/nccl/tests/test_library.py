@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cptransport_nccl import library
-from cptransport_nccl.library import Communicator, NcclError
+from cptransport_nccl.library import NcclError, Origin
 
 _MADE, _SPLIT = 5, 7
 _IN_PROGRESS = 7
@@ -96,43 +96,44 @@ def _wait(arrived: Callable[[float], bool], what: str) -> None:
         raise TimeoutError(what)
 
 
-def _complete(channels: int | None = None) -> Communicator:
-    communicator = Communicator(_IDENTITY, 1, 2, _wait, channels)
-    communicator.complete()
-    return communicator
+def _origin() -> Origin:
+    origin = Origin(_IDENTITY, 1, 2)
+    origin.complete(_wait)
+    return origin
 
 
 @pytest.mark.parametrize("channels", [None, 1])
 def test_work_goes_to_a_blocking_communicator(nccl: Nccl, channels: int | None) -> None:
-    communicator = _complete(channels)
+    origin = _origin()
+    communicator = origin.split(channels, _wait)
     assert nccl.calls == [("init", (0, 1)), ("split", (1, channels or library._UNDEFINED))]
-    communicator.connected()
-    thread = communicator.destroy()
+    for one in (communicator, origin):
+        thread = one.destroy()
+        assert thread is not None
+        thread.join()
+        assert not one.alive
+        assert one.destroy() is one.abort(None) is None
+    assert nccl.calls[2:] == [("destroy", _SPLIT), ("destroy", _MADE)]
+
+
+def test_an_abort_while_one_is_split_off_frees_what_that_gave(nccl: Nccl) -> None:
+    origin = _origin()
+    nccl.splits = False
+    with pytest.raises(TimeoutError, match="ncclCommSplit"):
+        origin.split(None, _wait)
+    thread = origin.abort(None)
     assert thread is not None
     thread.join()
     for other in tuple(library._ending):
         other.join()
-    assert sorted(nccl.calls[2:]) == [("abort", _MADE), ("destroy", _SPLIT)]
-    assert not communicator.alive
-    assert communicator.destroy() is communicator.abort(None) is None
-
-
-def test_an_abort_while_it_is_split_frees_what_that_gave(nccl: Nccl) -> None:
-    nccl.splits = False
-    communicator = Communicator(_IDENTITY, 0, 2, _wait)
-    with pytest.raises(TimeoutError, match="ncclCommSplit"):
-        communicator.complete()
-    thread = communicator.abort(None)
-    assert thread is not None
-    thread.join()
     assert nccl.calls[2:] == [("abort", _MADE), ("abort", _SPLIT)]
 
 
-def test_what_fails_on_the_way_is_an_error(nccl: Nccl, monkeypatch: pytest.MonkeyPatch) -> None:
-    communicator = Communicator(_IDENTITY, 0, 2, _wait)
-    communicator.abort(None)
+def test_making_one_that_was_aborted_is_an_error(nccl: Nccl) -> None:
+    origin = Origin(_IDENTITY, 0, 2)
+    origin.abort(None)
     with pytest.raises(NcclError, match="aborted"):
-        communicator.complete()
+        origin.complete(_wait)
 
 
 @pytest.mark.parametrize("returns", [True, False])
@@ -140,7 +141,7 @@ def test_an_abort_waits_a_while_for_a_call_in_it(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch, returns: bool
 ) -> None:
     monkeypatch.setattr(library, "_CALL_S", 10.0 if returns else 0.2)
-    communicator = _complete()
+    communicator = _origin().split(None, _wait)
     inside, leave = threading.Event(), threading.Event()
 
     def use() -> None:
@@ -160,14 +161,14 @@ def test_an_abort_waits_a_while_for_a_call_in_it(
     leave.set()
     caller.join()
     order = [name for name, _ in nccl.calls[2:]]
-    assert order == (["group", "abort", "abort"] if returns else ["abort", "abort", "group"])
+    assert order == (["group", "abort"] if returns else ["abort", "group"])
 
 
 def test_an_abort_holds_what_it_was_given_and_is_waited_for_at_exit(
     nccl: Nccl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "_EXIT_S", 0.2)
-    communicator = _complete()
+    communicator = _origin().split(None, _wait)
     nccl.over.clear()
     held = torch.nn.Identity()
     gone = weakref.ref(held)

@@ -108,6 +108,39 @@ def test_words_of_who_failed_come_before_those_of_nccl(run: Any) -> None:
         assert "ValueError: words of rank 1" in said
 
 
+def _behind_another(ranks: Ranks) -> str:
+    """Rank 1 ends; rank 0 waits for rank 2 alone, which waits for rank 1."""
+    transport: Any = ranks.create(timeout_s=8.0)
+    slot, _ = _SLOTS["no routes"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 1:
+        time.sleep(0.3)
+        _vanish(transport)
+        for rank in (0, 2):
+            ranks.ask(f"raised/{rank}")
+        return ""
+    transport.stage(slot)
+    transport.publish(slot, to=[])
+    transport.fetch(slot, "x", source={0: 2, 2: 1}[ranks.rank])
+    with pytest.raises(PeerFailedError) as caught:
+        _until_it_raises(transport)
+    ranks.tell(f"raised/{ranks.rank}", "")
+    return str(caught.value)
+
+
+def _until_it_raises(transport: Any) -> None:
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end:
+        transport.check()
+        time.sleep(0.01)
+
+
+def test_who_vanished_is_named_by_who_waits_for_another(run: Any) -> None:
+    for said in run(_behind_another)[::2]:
+        assert "no word from rank 1" in said or "rank 2 failed" in said, said
+
+
 def _vanishes_late(ranks: Ranks) -> tuple[str, float]:
     """Rank 1 ends without a word shortly before the others' limit."""
     transport: Any = ranks.create(timeout_s=2.0)
@@ -208,7 +241,7 @@ def _gone_while_connecting(ranks: Ranks) -> list[Any]:
     """Rank 1 is the last that is known to come, and ends inside NCCL."""
     transport: Any = ranks.create(timeout_s=1.0)
     if ranks.rank == 1:
-        transport._identity("barriers")
+        transport.control.exchange("", "nccl: connect barriers")
         for rank in (0, 2):
             ranks.ask(f"raised/{rank}")
         return []
