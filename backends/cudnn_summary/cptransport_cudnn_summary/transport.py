@@ -207,14 +207,14 @@ class DenseNccl(_Dense, NcclTransport):
         # One for all generations: a gather is issued after this rank's stage, behind the readers of
         # the generation before on the current stream.
         table = PartSpec(part.name, (self.world_size, *part.shape), part.dtype)
-        return self._buffer("dense", current.slot.name, table, 0, ())
+        return self._buffer("dense", current.slot.name, table, 0)
 
     def _workspace(self, current: Generation, part: DensePart) -> Tensor:
         return self._dense_table(current, part)
 
     def _complete(self, current: Generation, part: DensePart) -> Tensor:
         self._receive(current, ())  # the all-gather writes this rank's row too; wait for it
-        return self._dense_table(current, part)
+        return self._dense_table(current, part).detach()
 
 
 def create(group: Any, device: Any, timeout_s: float, **options: Any) -> BoundaryTransport:

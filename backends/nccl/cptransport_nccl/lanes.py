@@ -14,8 +14,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -212,15 +211,14 @@ class LanesTransport(TransportBase):
             stream = self._current_stream()
         else:
             self._lanes[lane].follow(self._current_stream())
-        what = self._where(current) if current else "barrier"
         slot = current.slot.name if current else None
         number = current.number if current else self._barriers
-        with (
-            self._mapped(what, work_name(slot, number)),
-            self._watchdog.call(slot, number, peers),
-            communicator.group(what),
-        ):
-            post(communicator, stream.cuda_stream)
+        try:
+            with self._watchdog.call(slot, number, peers), communicator.group():
+                post(communicator, stream.cuda_stream)
+        except NcclError as error:
+            what = self._where(current) if current else "barrier"
+            raise self._lost(what, error, work_name(slot, number)) from error
         if expected:
             void(stream, self._ended, expected)
         if capturing:
@@ -255,27 +253,33 @@ class LanesTransport(TransportBase):
             return
         others = tuple(self._others())
         pulse = Pulse(self._notes, new[0], others, self._wait)
-        with self._mapped("connect", f"connect {new[0]}"), torch.cuda.device(self.device):
-            origin = self._meet(new[0], pulse)
-            for name in new:
-                # What carries little needs no more than one channel.
-                comm = origin.split(None if name == ROUTES else 1, pulse.wait)
-                stream = exclusive_stream(self.device)
-                self._lanes[name] = _Lane(comm, stream, torch.cuda.Event())
-            lanes = {name: self._lanes[name] for name in new}
-            for lane in lanes.values():
-                lane.follow(self._current_stream())
-            # NCCL holds the host up in there, until it is aborted if need be.
-            first = BackgroundCall(partial(self._use_first, lanes, senders), "cpt-nccl-connect")
-            try:
-                pulse.wait(first.ended, "connecting to the peers")
-            except BaseException:
-                first.give_up()
-                raise
-            first.answer()
-            for lane in lanes.values():
-                pulse.wait(partial(self._drained, lane), "connecting to the peers")
+        try:
+            with torch.cuda.device(self.device):
+                self._make(new, senders, pulse)
+        except NcclError as error:
+            raise self._lost("connect", error, f"connect {new[0]}") from error
         pulse.connected()
+
+    def _make(self, new: Sequence[str], senders: Mapping[str, int | None], pulse: Pulse) -> None:
+        origin = self._meet(new[0], pulse)
+        for name in new:
+            # What carries little needs no more than one channel.
+            comm = origin.split(None if name == ROUTES else 1, pulse.wait)
+            stream = exclusive_stream(self.device)
+            self._lanes[name] = _Lane(comm, stream, torch.cuda.Event())
+        lanes = {name: self._lanes[name] for name in new}
+        for lane in lanes.values():
+            lane.follow(self._current_stream())
+        # NCCL holds the host up in there, until it is aborted if need be.
+        first = BackgroundCall(partial(self._use_first, lanes, senders), "cpt-nccl-connect")
+        try:
+            pulse.wait(first.ended, "connecting to the peers")
+        except BaseException:
+            first.give_up()
+            raise
+        first.answer()
+        for lane in lanes.values():
+            pulse.wait(partial(self._drained, lane), "connecting to the peers")
 
     def _meet(self, what: str, pulse: Pulse) -> Origin:
         """Return what lanes are split off, when all ranks are there: NCCL would hold up those that are."""
@@ -292,7 +296,7 @@ class LanesTransport(TransportBase):
         with torch.cuda.device(self.device):
             for name, lane in lanes.items():
                 comm, stream = lane.communicator, lane.stream.cuda_stream
-                with comm.group("connect"):
+                with comm.group():
                     if name == BARRIERS:
                         self._post_barrier(comm, stream)
                         continue
@@ -302,7 +306,7 @@ class LanesTransport(TransportBase):
                         if senders[name] in (None, peer):
                             comm.receive(received, 1, peer, stream)
                 if name == ROUTES:
-                    with comm.group("connect"):
+                    with comm.group():
                         comm.all_gather(sent, gathered, 1, stream)
 
     def _drained(self, lane: _Lane, seconds: float) -> bool:
@@ -318,15 +322,9 @@ class LanesTransport(TransportBase):
             time.sleep(0.0005)
         return True
 
-    @contextmanager
-    def _mapped(self, what: str, work: str) -> Iterator[None]:
-        """Map NCCL's errors to ours, with their cause."""
-        try:
-            yield
-        except NcclError as error:
-            raise self._lost(f"rank {self.rank}: {what}: {error}", work) from error
-
-    def _lost(self, problem: str, work: str, deadline: float = math.inf) -> BaseException:
+    def _lost(
+        self, what: str, problem: object, work: str, deadline: float = math.inf
+    ) -> BaseException:
         """Find out who failed when NCCL says that something did; on the caller's or the watchdog's thread.
 
         NCCL names nobody, and notices a closed connection before the peers have said anything. They
@@ -353,7 +351,9 @@ class LanesTransport(TransportBase):
         gone = [rank for rank, sign in zip(others, signs, strict=True) if not sign] or others
         who = f"rank {gone[0]}" if len(gone) == 1 else f"one of ranks {gone}"
         peer = gone[0] if len(gone) == 1 else None
-        return PeerFailedError(f"{problem}; no word from {who}", peer=peer)
+        return PeerFailedError(
+            f"rank {self.rank}: {what}: {problem}; no word from {who}", peer=peer
+        )
 
     def _failure(self, work: Work) -> BaseException | None:
         """What peers or NCCL report while work is pending; runs on the watchdog's thread."""
@@ -365,7 +365,7 @@ class LanesTransport(TransportBase):
             problem = lane.communicator.failure()
             if problem is not None:
                 deadline = work.started + self.timeout_s
-                return self._lost(f"NCCL reports: {problem}", work.name, deadline)
+                return self._lost("NCCL reports", problem, work.name, deadline)
         return None
 
     def _late(self, work: Work) -> None:

@@ -288,7 +288,7 @@ class Communicator(_Ended):
     """
 
     @contextmanager
-    def group(self, what: str) -> Iterator[None]:
+    def group(self) -> Iterator[None]:
         """Issue the calls inside as one operation.
 
         The first one of a communicator holds the host up until all ranks have come to theirs, or until
@@ -302,7 +302,7 @@ class Communicator(_Ended):
                 yield
             finally:
                 code = library.ncclGroupEnd()
-            _check(code, self._handle, what)
+            _check(code, self._handle, "ncclGroupEnd")
         finally:
             self._idle.set()
 

@@ -55,6 +55,8 @@ __all__ = ["CAPABILITIES", "NcclTransport"]
 
 CAPABILITIES = Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True)
 
+#: (kind, slot, part, source or -1, generation's parity, in a capture)
+_Place = tuple[str, str, str, int, int, bool]
 #: (part, source, destination, first byte, number of bytes)
 _Move = tuple[PartSpec, int, int, int, int]
 
@@ -87,7 +89,9 @@ class NcclTransport(LanesTransport):
         identity: Callable[[], bytes],
         notes: Notes,
     ) -> None:
-        self._memory: dict[tuple[str, ...], Tensor] = {}
+        self._memory: dict[_Place, Tensor] = {}
+        #: Tensors on it, each with its shape and dtype: making one costs as much as a launch.
+        self._views: dict[_Place, tuple[tuple[tuple[int, ...], torch.dtype], Tensor]] = {}
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         #: Events after all that was last issued on a slot's memory, outside of captures.
         self._under_way: dict[tuple[str, int], list[torch.cuda.Event]] = {}
@@ -108,7 +112,8 @@ class NcclTransport(LanesTransport):
         if any(part.routes is None for part in current.slot.parts):
             self._connect({f"{name}/{source}": source for source in range(self.world_size)})
         return {
-            part.name: self._buffer("staged", name, part, number, ()) for part in current.slot.parts
+            part.name: self._buffer("staged", name, part, number).detach()
+            for part in current.slot.parts
         }
 
     def _await_takes(self, current: Generation) -> None:
@@ -173,7 +178,10 @@ class NcclTransport(LanesTransport):
             event = traffic.asked[source]
             if event is not None:
                 stream.wait_event(event)
-        return {(part.name, source): self._target(current, part, source) for part, source in wanted}
+        return {
+            (part.name, source): self._target(current, part, source).detach()
+            for part, source in wanted
+        }
 
     def _close(self, broken: bool) -> None:
         for memory in self._memory.values() if broken else ():
@@ -184,6 +192,7 @@ class NcclTransport(LanesTransport):
         self._under_way.clear()
         if not self.aborting:
             self._memory.clear()
+            self._views.clear()
 
     def _is_dense(self, part: PartSpec) -> bool:
         """Whether a part goes whole from every rank to every other: a typed all-gather."""
@@ -285,19 +294,25 @@ class NcclTransport(LanesTransport):
         """The tensor that a source's part is received into."""
         if self._is_dense(part):
             return self._dense_table(current, part)[source]
-        key = (str(source),)
-        return self._buffer("received", current.slot.name, part, current.number, key)
+        return self._buffer("received", current.slot.name, part, current.number, source)
 
     def _dense_table(self, current: Generation, part: PartSpec) -> Tensor:
         table = PartSpec(part.name, (self.world_size, *part.shape), part.dtype)
-        return self._buffer("dense", current.slot.name, table, current.number, ())
+        return self._buffer("dense", current.slot.name, table, current.number)
 
     def _buffer(
-        self, kind: str, slot: str, part: PartSpec, generation: int, more: tuple[str, ...]
+        self, kind: str, slot: str, part: PartSpec, generation: int, source: int = -1
     ) -> Tensor:
-        """Memory of a part, one of two per slot, apart for captures; grows, never shrinks."""
-        captured = "captured" if torch.cuda.is_current_stream_capturing() else "eager"
-        key = (kind, slot, part.name, str(generation % 2), captured, *more)
+        """Memory of a part, one of two per slot, apart for captures; grows, never shrinks.
+
+        The tensor is kept, so whoever hands it out detaches it.
+        """
+        captured = torch.cuda.is_current_stream_capturing()
+        key = (kind, slot, part.name, source, generation % 2, captured)
+        layout = (part.shape, part.dtype)
+        known = self._views.get(key)
+        if known is not None and known[0] == layout:
+            return known[1]
         memory = self._memory.get(key)
         if memory is None or memory.numel() < part.nbytes:
             if memory is not None:
@@ -305,4 +320,6 @@ class NcclTransport(LanesTransport):
                     still_used(memory, lane.stream)
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
             self._memory[key] = memory
-        return memory[: part.nbytes].view(part.dtype).view(part.shape)
+        view = memory[: part.nbytes].view(part.dtype).view(part.shape)
+        self._views[key] = layout, view
+        return view

@@ -196,15 +196,15 @@ class Communicator:
         self._world.lost = True
 
     @contextlib.contextmanager
-    def group(self, what: str) -> Iterator[None]:
+    def group(self) -> Iterator[None]:
         if not self.alive:
-            raise NcclError(f"{what}: the communicator was aborted")
+            raise NcclError("the communicator was aborted")
         self._calls, self._own = [], []
         yield
         for own in self._own:
             _queues[self._stream].put(lambda own=own: ctypes.memmove(*own))
         numbered = [(*call, self._number(call)) for call in self._calls]
-        self._connect(what)
+        self._connect()
         _queues[self._stream].put(lambda: self._run(numbered))
 
     def _number(self, call: tuple[str, int, int, int]) -> int:
@@ -216,7 +216,7 @@ class Communicator:
         kind, _, _, peer = call
         return (self._rank, peer) if kind == "send" else (peer, self._rank)
 
-    def _connect(self, what: str) -> None:
+    def _connect(self) -> None:
         world = self._world
         wanted = set()
         with world.changed:
@@ -231,7 +231,7 @@ class Communicator:
                 lambda: (wanted <= world.ends and not self.held_up) or not self.alive
             )
         if not self.alive:
-            raise NcclError(f"{what}: the communicator was aborted")
+            raise NcclError("the communicator was aborted")
 
     def send(self, address: int, nbytes: int, peer: int, stream: int) -> None:
         self._stream = stream

@@ -145,7 +145,7 @@ def test_an_abort_waits_a_while_for_a_call_in_it(
     inside, leave = threading.Event(), threading.Event()
 
     def use() -> None:
-        with communicator.group("held up"):
+        with communicator.group():
             inside.set()
             assert leave.wait(10)
 
