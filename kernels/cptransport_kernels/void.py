@@ -24,9 +24,9 @@ _BLOCK = 4096
 def void_kernel(flag, p_spans, targets, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """One program of one warp: what looks at the host's memory is a single load.
 
-    Each load of it crosses the bus, and those of one word come one after the other: 32 us for the 32
-    warps of eight programs, where the whole kernel takes 2 us so. That one warp is slow to fill memory is nothing
-    that anybody waits for.
+    Each load of it crosses the bus, and those of one word come one after the other, so the warps of several
+    programs would take about a microsecond each. That one warp is slow to fill memory is nothing that
+    anybody waits for.
     """
     after_those_before(EARLY)
     ended = tl.load(flag.to(tl.pointer_type(tl.int64)), volatile=True)

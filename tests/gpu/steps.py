@@ -329,8 +329,8 @@ MIXER = (
     "--dtype",
     "bfloat16",
 )
-#: p50 of the maxima over ranks, of 10 iterations after 5.
-TEN = ("--warmup", "5", "--iterations", "10", "--repeats", "1")
+#: p50 of the maxima over ranks, of so many iterations after 5.
+MEDIAN = ("--warmup", "5", "--repeats", "1", "--iterations")
 TINY_MIXER = (
     *("mamba2", "--backend", "gloo", "--world-size", "2", "--shape", "32x4", "--shape", "16x2"),
     *("--groups", "2", "--batch", "3"),
@@ -356,19 +356,29 @@ def _kda(name: str, shapes: Sequence[str], engines: Sequence[str], peers: Sequen
     )
 
 
-def _mixer(group: str, ranks: int, shapes: Sequence[str], *, small: bool, backend: str) -> Step:
+def _mixer(
+    group: str,
+    ranks: int,
+    shapes: Sequence[str],
+    *,
+    small: bool,
+    backend: str,
+    more: Sequence[str] = (),
+    limit_s: float = 150,
+) -> Step:
     size = ("--groups", "4", "--batch", "3") if small else ("--groups", "8")
     kind = "small" if small else "full"
     words = [word for shape in shapes for word in ("--shape", shape)]
+    iterations = "20" if small and ranks > 2 and group == "D" else "10"
     return Step(
         f"bench mixer {kind} {ranks}",
         group,
         (
             *(*MIXER, "--backend", backend, "--world-size", str(ranks), *words, *size),
-            *("--baseline", "all_to_all", *TEN, "--timeout-s", "90"),
+            *("--baseline", "all_to_all", *MEDIAN, iterations, "--timeout-s", "90", *more),
         ),
         estimate_s=20 + 18 * len(shapes),
-        limit_s=150,
+        limit_s=limit_s,
         bench=True,
         alone=True,
         rehearsal=TINY_MIXER,
@@ -457,7 +467,8 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
     ways = [word for how in compositions for word in ("--composition", how)]
     lengths = [4096, 16384, 65536] + ([131072] if ranks > 2 else [])
     full = [f"{length // ranks}x64" for length in lengths]
-    small = [f"{length // ranks}x32" for length in lengths[:2]]
+    small = [f"{length // ranks}x32" for length in lengths[: 2 if ranks == 2 else None]]
+    long = {"more": ways, "limit_s": 280} if ranks > 2 else {}
     few = () if ranks > 2 else ("--composition", "gather")
     made = [
         _warm("D"),
@@ -485,8 +496,8 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
             )
             for backend in BACKENDS
         ),
-        _mixer("D", ranks, full, small=False, backend="cupy_ipc"),
-        _mixer("D", ranks, small, small=True, backend="cupy_ipc"),
+        _mixer("D", ranks, full, small=False, backend="cupy_ipc", **long),
+        _mixer("D", ranks, small, small=True, backend="cupy_ipc", **long),
         *(_capture("D", backend, ranks) for backend in BACKENDS),
     ]
     return [replace(step, name=f"{ranks} GPUs: {step.name}") for step in made]
