@@ -8,12 +8,15 @@ before it ends the wait, and does nothing otherwise.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cptransport_kernels.dependent import after_those_before, launched_early, let_next_start
-from cptransport_kernels.launch import bind
+from cptransport_kernels.launch import Bound, bind
 
 __all__ = ["void"]
 
@@ -49,5 +52,9 @@ def void(flag: Tensor, spans: Tensor, stream: int | None = None) -> None:
         spans: int64 ``[2 * n]`` on the device: n addresses, then their numbers of bytes.
         stream: handle of the stream; None: the current one.
     """
-    kernel = bind(void_kernel, BLOCK=_BLOCK, **launched_early(spans.device), num_warps=1)
-    kernel((1,), flag.data_ptr(), spans, len(spans) // 2, stream=stream)
+    _bound(spans.device)((1,), flag.data_ptr(), spans, len(spans) // 2, stream=stream)
+
+
+@lru_cache
+def _bound(device: torch.device) -> Bound:
+    return bind(void_kernel, BLOCK=_BLOCK, **launched_early(device), num_warps=1)
