@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -45,6 +46,20 @@ def _create(
     return create(group, device, timeout_s, **options)
 
 
+def _advice(device: torch.device) -> list[str]:
+    found = []
+    if os.environ.get("NCCL_COMM_BLOCKING", "") not in ("", "-1"):
+        found.append(
+            "NCCL_COMM_BLOCKING is set and overrides how communicators are made: with 0 each exchange takes the "
+            "host longer, with 1 connecting waits for peers without a limit; unset it"
+        )
+    if os.environ.get("NCCL_COMM_SPLIT_SHARE_RESOURCES", "0") == "1":
+        found.append(
+            "NCCL_COMM_SPLIT_SHARE_RESOURCES=1 ties the ends of communicators together; unset it"
+        )
+    return found
+
+
 BACKEND = BackendSpec(
     name="nccl",
     api_version=1,
@@ -52,5 +67,6 @@ BACKEND = BackendSpec(
     capabilities=Capabilities(device_types=("cuda",), cuda_graph=True, cross_host=True),
     probe=_probe,
     create=_create,
+    advice=_advice,
     install="pip install cptransport-nccl",
 )

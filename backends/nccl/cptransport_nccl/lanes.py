@@ -106,7 +106,8 @@ class LanesTransport(TransportBase):
             timeout_s, self._failure, self._late, self._expire, self._compare_order
         )
         # Loaded before anything waits on the device.
-        void(torch.cuda.current_stream(device), self._ended, [(self._token.data_ptr(), 1)])
+        with torch.cuda.device(device):
+            void(torch.cuda.current_stream(device), self._ended, [(self._token.data_ptr(), 1)])
         try:
             self._connect({ROUTES: None})
         except BaseException:
@@ -114,10 +115,6 @@ class LanesTransport(TransportBase):
             raise
 
     def _barrier(self) -> None:
-        if BARRIERS not in self._lanes and torch.cuda.is_current_stream_capturing():
-            raise TransportError(
-                "the first barrier connects to the peers, which a capture cannot hold"
-            )
         self._connect({BARRIERS: None})
         self._barriers += 1
         event = self._run(BARRIERS, None, tuple(self._others()), self._post_barrier)
@@ -149,6 +146,11 @@ class LanesTransport(TransportBase):
         """Let issued work end, then compare its order with the peers' once more."""
         for lane in self._lanes.values():
             lane.stream.synchronize()  # the watchdog ends it
+        if self._captured and not torch.cuda.is_current_stream_capturing():
+            # Replays may be under way on any stream, and nobody watches them.
+            replays = BackgroundCall(partial(torch.cuda.synchronize, self.device), "cpt-nccl-drain")
+            if not replays.ended(self.timeout_s):
+                replays.give_up()
         if self._error is None and self._lanes:
             try:
                 texts = self.control.exchange(self._order.text(), "nccl: closing")
@@ -218,7 +220,7 @@ class LanesTransport(TransportBase):
                 post(communicator, stream.cuda_stream)
         except NcclError as error:
             what = self._where(current) if current else "barrier"
-            raise self._lost(what, error, work_name(slot, number)) from error
+            raise self._failed(what, error, work_name(slot, number), peers) from error
         if expected:
             void(stream, self._ended, expected)
         if capturing:
@@ -251,13 +253,17 @@ class LanesTransport(TransportBase):
         new = [name for name in senders if name not in self._lanes]
         if not new or self.world_size == 1:
             return
+        if torch.cuda.is_current_stream_capturing():
+            raise TransportError(
+                f"the first use of {new[0]!r} connects to the peers, which a capture cannot hold"
+            )
         others = tuple(self._others())
         pulse = Pulse(self._notes, new[0], others, self._wait)
         try:
             with torch.cuda.device(self.device):
                 self._make(new, senders, pulse)
         except NcclError as error:
-            raise self._lost("connect", error, f"connect {new[0]}") from error
+            raise self._failed("connect", error, f"connect {new[0]}", others) from error
         pulse.connected()
 
     def _make(self, new: Sequence[str], senders: Mapping[str, int | None], pulse: Pulse) -> None:
@@ -322,15 +328,31 @@ class LanesTransport(TransportBase):
             time.sleep(0.0005)
         return True
 
+    def _failed(
+        self, what: str, error: NcclError, work: str, peers: Sequence[int]
+    ) -> BaseException:
+        """Return what an error of NCCL's means."""
+        if error.local and self._error is None:
+            problem = TransportError(f"rank {self.rank}: {what}: {error}")
+            self._break(problem)
+            return problem
+        return self._lost(what, error, work, peers)
+
     def _lost(
-        self, what: str, problem: object, work: str, deadline: float = math.inf
+        self,
+        what: str,
+        problem: object,
+        work: str,
+        peers: Sequence[int],
+        deadline: float = math.inf,
     ) -> BaseException:
         """Find out who failed when NCCL says that something did; on the caller's or the watchdog's thread.
 
         NCCL names nobody, and notices a closed connection before the peers have said anything. They
         get a moment for it, as far as the work's deadline leaves one: what one of them raised is the
-        cause, else those did it who do not even say that they see it, too. Who has not come to this piece of
-        work says less: that rank may itself wait for the one that is gone.
+        cause, else those did it who do not even say that they see it, too: those that the work waits for, or
+        if all of these say so, others. Who has not come to this piece of work says less: that rank may itself
+        wait for the one that is gone. A rank that waits for nobody says nothing.
         """
         if self._error is None:
             self._notes.waits(work)
@@ -348,7 +370,8 @@ class LanesTransport(TransportBase):
             return self._error
         others = list(self._others())
         signs = self._notes.signs(_LOST, others)
-        gone = [rank for rank, sign in zip(others, signs, strict=True) if not sign] or others
+        silent = [rank for rank, sign in zip(others, signs, strict=True) if not sign]
+        gone = [rank for rank in peers if rank in silent] or silent or others
         who = f"rank {gone[0]}" if len(gone) == 1 else f"one of ranks {gone}"
         peer = gone[0] if len(gone) == 1 else None
         return PeerFailedError(
@@ -365,7 +388,7 @@ class LanesTransport(TransportBase):
             problem = lane.communicator.failure()
             if problem is not None:
                 deadline = work.started + self.timeout_s
-                return self._lost("NCCL reports", problem, work.name, deadline)
+                return self._lost("NCCL reports", problem, work.name, work.peers, deadline)
         return None
 
     def _late(self, work: Work) -> None:
@@ -374,6 +397,7 @@ class LanesTransport(TransportBase):
 
     def _expire(self, work: Work, error: BaseException | None) -> None:
         """Remember why, then abort; runs on the watchdog's thread."""
+        self._notes.sign(_LOST, "here")  # peers see connections close before they hear why
         if error is None:
             self._compare_order()
             error = self._error

@@ -30,6 +30,8 @@ __all__ = ["Communicator", "NcclError", "Origin", "Wait", "join_within", "unique
 Wait = Callable[[Callable[[float], bool], str], None]
 
 _SUCCESS, _IN_PROGRESS = 0, 7
+#: Unhandled CUDA error, invalid argument, invalid usage: nobody else's doing.
+_LOCAL = (1, 4, 5)
 _UINT8, _SUM = 1, 0
 _NON_BLOCKING, _BLOCKING = 0, 1
 _UNDEFINED = -(2**31)
@@ -45,7 +47,15 @@ _ending: WeakSet[threading.Thread] = WeakSet()
 
 
 class NcclError(RuntimeError):
-    """An NCCL call failed; the message has NCCL's own text."""
+    """An NCCL call failed; the message has NCCL's own text.
+
+    Attributes:
+        local: whether no other rank can be the cause.
+    """
+
+    def __init__(self, text: str, code: int = _SUCCESS) -> None:
+        super().__init__(text)
+        self.local = code in _LOCAL
 
 
 class _UniqueId(ctypes.Structure):
@@ -132,7 +142,7 @@ def _check(code: int, handle: Any, what: str) -> None:
         library = _library()
         text = library.ncclGetErrorString(code).decode()
         last = library.ncclGetLastError(handle).decode().strip()
-        raise NcclError(f"{what}: {text}" + (f" ({last})" if last else ""))
+        raise NcclError(f"{what}: {text}" + (f" ({last})" if last else ""), code)
 
 
 class _Ended:
@@ -200,6 +210,25 @@ class _Ended:
     def _gone(self) -> None:
         """What is left to do when it has ended."""
 
+    def _await(self, code: int, what: str, wait: Wait) -> None:
+        """Wait until what a call began has ended."""
+        _check(code, self._handle, what)
+        wait(self._settled, what)
+        problem = self.failure()
+        if problem is not None:
+            raise NcclError(f"{what}: {problem}")
+
+    def _settled(self, seconds: float) -> bool:
+        start = time.monotonic()
+        while self._state() == _IN_PROGRESS:
+            waited = time.monotonic() - start
+            if waited > seconds:
+                return False
+            time.sleep(0.0002)
+        if not self.alive:
+            raise NcclError("the communicator was aborted")
+        return True
+
     def _state(self) -> int:
         """Return NCCL's code for what is under way; success if there is nothing any more."""
         state = ctypes.c_int()
@@ -247,34 +276,19 @@ class Origin(_Ended):
             wait: as ``Wait`` says.
         """
         self._last = made = Communicator()
-        code = _library().ncclCommSplit(
-            self._handle,
-            0,
-            self._rank,
-            ctypes.byref(made._handle),
-            ctypes.byref(_config(_BLOCKING, channels)),
-        )
+        self._idle.clear()
+        try:
+            code = _library().ncclCommSplit(
+                self._handle,
+                0,
+                self._rank,
+                ctypes.byref(made._handle),
+                ctypes.byref(_config(_BLOCKING, channels)),
+            )
+        finally:
+            self._idle.set()
         self._await(code, "ncclCommSplit", wait)
         return made
-
-    def _await(self, code: int, what: str, wait: Wait) -> None:
-        """Wait until what a call began has ended."""
-        _check(code, self._handle, what)
-        wait(self._settled, what)
-        problem = self.failure()
-        if problem is not None:
-            raise NcclError(f"{what}: {problem}")
-
-    def _settled(self, seconds: float) -> bool:
-        start = time.monotonic()
-        while self._state() == _IN_PROGRESS:
-            waited = time.monotonic() - start
-            if waited > seconds:
-                return False
-            time.sleep(0.0002)
-        if not self.alive:
-            raise NcclError("the communicator was aborted")
-        return True
 
     def _gone(self) -> None:
         if self._last is not None:  # it may have been split off just before
@@ -303,6 +317,8 @@ class Communicator(_Ended):
             finally:
                 code = library.ncclGroupEnd()
             _check(code, self._handle, "ncclGroupEnd")
+            if code == _IN_PROGRESS:  # NCCL_COMM_BLOCKING=0 makes it so
+                self._await(code, "ncclGroupEnd", _for_ever)
         finally:
             self._idle.set()
 
@@ -327,6 +343,11 @@ class Communicator(_Ended):
             address, address, nbytes, _UINT8, _SUM, self._handle, stream
         )
         _check(code, self._handle, "ncclAllReduce")
+
+
+def _for_ever(arrived: Callable[[float], bool], what: str) -> None:
+    while not arrived(1.0):
+        pass
 
 
 def join_within(threads: Iterable[threading.Thread], seconds: float) -> None:

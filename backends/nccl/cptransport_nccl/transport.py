@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from cptransport.backend import ControlPlane, Generation, byte_spans
-from cptransport.errors import TransportError
+from cptransport.errors import GenerationError, TransportError
 from cptransport.transport import Capabilities, PartSpec
 from cptransport_nccl.lanes import ROUTES, LanesTransport, still_used
 from cptransport_nccl.library import Communicator
@@ -92,6 +92,7 @@ class NcclTransport(LanesTransport):
         self._memory: dict[_Place, Tensor] = {}
         #: Tensors on it, each with its shape and dtype: making one costs as much as a launch.
         self._views: dict[_Place, tuple[tuple[tuple[int, ...], torch.dtype], Tensor]] = {}
+        self._outgrown: list[Tensor] = []
         self._traffic: dict[tuple[str, int], _Traffic] = {}
         #: Events after all that was last issued on a slot's memory, outside of captures.
         self._under_way: dict[tuple[str, int], list[torch.cuda.Event]] = {}
@@ -136,7 +137,7 @@ class NcclTransport(LanesTransport):
             self._wait(arrived, what, current=current, missing=missing)
 
     def _publish(self, current: Generation, to: Sequence[int]) -> None:
-        traffic = self._traffic[current.slot.name, current.number]
+        traffic = self._begun(current)
         receive = not traffic.received
         traffic.received = True
         moves = [
@@ -161,7 +162,7 @@ class NcclTransport(LanesTransport):
     def _receive(
         self, current: Generation, wanted: Sequence[tuple[PartSpec, int]]
     ) -> Mapping[tuple[str, int], Tensor]:
-        traffic = self._traffic[current.slot.name, current.number]
+        traffic = self._begun(current)
         stream = self._current_stream()
         self._receive_routes(current)
         if traffic.arrived is not None:
@@ -193,6 +194,7 @@ class NcclTransport(LanesTransport):
         if not self.aborting:
             self._memory.clear()
             self._views.clear()
+            self._outgrown.clear()
 
     def _is_dense(self, part: PartSpec) -> bool:
         """Whether a part goes whole from every rank to every other: a typed all-gather."""
@@ -219,7 +221,6 @@ class NcclTransport(LanesTransport):
         traffic = self._traffic[current.slot.name, current.number]
         if traffic.received:
             return
-        traffic.received = True
         parts = [p for p in current.slot.parts if p.routes is not None]
         dense = [p for p in parts if self._is_dense(p)]
         if dense:
@@ -228,7 +229,25 @@ class NcclTransport(LanesTransport):
                 + f": part {dense[0].name!r} goes from every rank to every other, so publish comes first"
             )
         moves = [m for part in parts for m in self._moves_of(part) if m[2] == self.rank]
+        if moves:
+            self._begun(current)
+        traffic.received = True
         traffic.arrived = self._issue(ROUTES, current, moves, [])
+
+    def _begun(self, current: Generation) -> _Traffic:
+        """Return what was issued for a generation.
+
+        Raises:
+            GenerationError: it was staged inside a graph capture and goes on outside, or the other way
+                round. A replay would not move what this rank's peers move.
+        """
+        traffic = self._traffic[current.slot.name, current.number]
+        if traffic.captured != torch.cuda.is_current_stream_capturing():
+            where = "inside a graph capture" if traffic.captured else "outside of graph captures"
+            raise GenerationError(
+                self._where(current) + f" was staged {where}, where all of it has to be"
+            )
+        return traffic
 
     def _issue(
         self,
@@ -315,9 +334,11 @@ class NcclTransport(LanesTransport):
             return known[1]
         memory = self._memory.get(key)
         if memory is None or memory.numel() < part.nbytes:
-            if memory is not None:
-                for lane in self._lanes.values():
-                    still_used(memory, lane.stream)
+            if memory is not None and captured:
+                self._outgrown.append(memory)  # graphs work on it
+            elif memory is not None:
+                for stream in (self._current_stream(), *(x.stream for x in self._lanes.values())):
+                    still_used(memory, stream)
             memory = torch.empty(part.nbytes, dtype=torch.uint8, device=self.device)
             self._memory[key] = memory
         view = memory[: part.nbytes].view(part.dtype).view(part.shape)

@@ -181,6 +181,7 @@ class Communicator:
         self._problem: str | None = None
         self.alive = True
         self.held_up = False  # the host, in the next group
+        self.fault: NcclError | None = None  # of the next group
         self._world.joined[rank] = time.monotonic()
 
     def joined(self, seconds: float) -> bool:
@@ -201,6 +202,8 @@ class Communicator:
             raise NcclError("the communicator was aborted")
         self._calls, self._own = [], []
         yield
+        if self.fault is not None:
+            raise self.fault
         for own in self._own:
             _queues[self._stream].put(lambda own=own: ctypes.memmove(*own))
         numbered = [(*call, self._number(call)) for call in self._calls]
@@ -313,6 +316,9 @@ class _Cuda:
 
     def is_current_stream_capturing(self) -> bool:
         return _capturing() > 0
+
+    def synchronize(self, device: Any = None) -> None:
+        pass
 
 
 class _Torch:

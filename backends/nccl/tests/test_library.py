@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from cptransport_nccl import library
+from cptransport_nccl import BACKEND, library
 from cptransport_nccl.library import NcclError, Origin
 
 _MADE, _SPLIT = 5, 7
@@ -27,6 +27,7 @@ class Nccl:
         self.calls: list[tuple[str, Any]] = []
         self.polls = 0
         self.splits = True  # whether splitting ends
+        self.group_code = self.group_polls = 0
         self.over = threading.Event()  # aborts last until then
         self.over.set()
         self._writes: Callable[[], None] = lambda: None
@@ -49,6 +50,9 @@ class Nccl:
     def ncclCommGetAsyncError(self, handle: Any, state: Any) -> int:
         waits = handle.value == _MADE and (self.polls > 0 or (self._split() and not self.splits))
         self.polls -= waits
+        if handle.value == _SPLIT and self.group_polls:
+            self.group_polls -= 1
+            waits = True
         if not waits and self._split():
             self._writes()
         _cell(state).value = _IN_PROGRESS if waits else 0
@@ -70,7 +74,7 @@ class Nccl:
 
     def ncclGroupEnd(self) -> int:
         self.calls.append(("group", None))
-        return 0
+        return self.group_code
 
     def _split(self) -> bool:
         return any(name == "split" for name, _ in self.calls)
@@ -134,6 +138,31 @@ def test_making_one_that_was_aborted_is_an_error(nccl: Nccl) -> None:
     origin.abort(None)
     with pytest.raises(NcclError, match="aborted"):
         origin.complete(_wait)
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_group_that_nccl_issues_later_is_waited_for(nccl: Nccl, aborted: bool) -> None:
+    communicator = _origin().split(None, _wait)
+    nccl.group_code, nccl.group_polls = _IN_PROGRESS, 1_000_000 if aborted else 5
+    if aborted:
+        threading.Timer(0.1, communicator.abort, [None]).start()
+        with pytest.raises(NcclError, match="aborted"), communicator.group():
+            pass
+    else:
+        with communicator.group():
+            pass
+        assert nccl.group_polls == 0
+
+
+@pytest.mark.parametrize("name", ["NCCL_COMM_BLOCKING", "NCCL_COMM_SPLIT_SHARE_RESOURCES"])
+def test_advice_on_what_overrides_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    advice = BACKEND.advice
+    assert advice is not None
+    monkeypatch.delenv(name, raising=False)
+    assert not advice(torch.device("cuda"))
+    monkeypatch.setenv(name, "1")
+    (line,) = advice(torch.device("cuda"))
+    assert name in line
 
 
 @pytest.mark.parametrize("returns", [True, False])

@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from cptransport.errors import PeerFailedError, TransportTimeoutError
+from cptransport.errors import (
+    PeerFailedError,
+    TransportClosedError,
+    TransportError,
+    TransportTimeoutError,
+)
 from cptransport.testing import Ranks
 from cptransport.transport import PartSpec, Slot
+from cptransport_nccl.library import NcclError
 
 RANKS = 3
 _EVERYWHERE = frozenset((s, d) for s in range(3) for d in range(3) if s != d)
@@ -127,6 +133,52 @@ def _behind_another(ranks: Ranks) -> str:
         _until_it_raises(transport)
     ranks.tell(f"raised/{ranks.rank}", "")
     return str(caught.value)
+
+
+def _beside_idle(ranks: Ranks) -> Any:
+    """Rank 1 ends; rank 0 waits for it, and rank 2 for nobody."""
+    transport: Any = ranks.create(timeout_s=8.0)
+    slot = Slot("pair", (PartSpec("x", (2,), torch.float32, frozenset({(1, 0)})),))
+    transport.stage(slot)
+    if ranks.rank == 1:
+        _vanish(transport)
+    if ranks.rank:
+        ranks.ask("raised/0")
+        return None
+    transport.fetch(slot, "x", source=1)
+    with pytest.raises(PeerFailedError) as caught:
+        _until_it_raises(transport)
+    ranks.tell("raised/0", "")
+    return caught.value.peer
+
+
+def test_who_vanished_is_named_beside_ranks_that_wait_for_nobody(run: Any) -> None:
+    assert run(_beside_idle)[0] == 1
+
+
+def _own_fault(ranks: Ranks) -> str:
+    """NCCL cannot issue rank 1's work, for a reason of that rank's own."""
+    transport: Any = ranks.create(timeout_s=8.0)
+    slot, _ = _SLOTS["rows"]
+    _generation(transport, slot)
+    ranks.sync()
+    if ranks.rank == 1:
+        transport._lanes["routes"].communicator.fault = NcclError("ncclGroupEnd: bad CUDA", 1)
+    start = time.monotonic()
+    with pytest.raises(TransportError) as caught:
+        _generations(transport, slot)
+    assert time.monotonic() - start < 4.0
+    with pytest.raises(TransportClosedError):
+        transport.stage(slot)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_fault_of_a_rank_s_own_is_no_peer_s(run: Any) -> None:
+    first, second, third = run(_own_fault)
+    assert second.startswith("TransportError: rank 1: slot 'rows', generation 2: ncclGroupEnd: bad")
+    for said in (first, third):
+        assert said.startswith("PeerFailedError")
+        assert "bad CUDA" in said
 
 
 def _until_it_raises(transport: Any) -> None:
