@@ -76,9 +76,16 @@ def test_what_never_arrived_is_nan(run: Any, which: str) -> None:
     assert all(after), after
 
 
-def _vanish(transport: Any) -> None:
+def _vanish(ranks: Ranks, transport: Any, after_s: float, words: str = "") -> None:
+    """End as the others see it; return when they have raised."""
+    time.sleep(after_s)
     for lane in transport._lanes.values():
         lane.communicator.vanish()
+    if words:
+        time.sleep(0.4)  # the connection closed first
+        transport.control.report(ValueError(words), fatal=True)
+    for rank in (0, 2):
+        ranks.ask(f"raised/{rank}")
 
 
 def _one_vanishes(ranks: Ranks, words: bool) -> str:
@@ -88,13 +95,7 @@ def _one_vanishes(ranks: Ranks, words: bool) -> str:
     _generation(transport, slot)
     ranks.sync()
     if ranks.rank == 1:
-        time.sleep(0.3)
-        _vanish(transport)
-        if words:
-            time.sleep(0.4)  # the connection closed first
-            transport.control.report(ValueError("words of rank 1"), fatal=True)
-        for rank in (0, 2):
-            ranks.ask(f"raised/{rank}")
+        _vanish(ranks, transport, 0.3, "words of rank 1" if words else "")
         return ""
     start = time.monotonic()
     with pytest.raises(PeerFailedError) as caught:
@@ -121,10 +122,7 @@ def _behind_another(ranks: Ranks) -> str:
     _generation(transport, slot)
     ranks.sync()
     if ranks.rank == 1:
-        time.sleep(0.3)
-        _vanish(transport)
-        for rank in (0, 2):
-            ranks.ask(f"raised/{rank}")
+        _vanish(ranks, transport, 0.3)
         return ""
     transport.stage(slot)
     transport.publish(slot, to=[])
@@ -140,10 +138,11 @@ def _beside_idle(ranks: Ranks) -> Any:
     transport: Any = ranks.create(timeout_s=8.0)
     slot = Slot("pair", (PartSpec("x", (2,), torch.float32, frozenset({(1, 0)})),))
     transport.stage(slot)
-    if ranks.rank == 1:
-        _vanish(transport)
     if ranks.rank:
+        if ranks.rank == 1:
+            _vanish(ranks, transport, 0.0)
         ranks.ask("raised/0")
+        ranks.tell(f"raised/{ranks.rank}", "")
         return None
     transport.fetch(slot, "x", source=1)
     with pytest.raises(PeerFailedError) as caught:
@@ -200,10 +199,7 @@ def _vanishes_late(ranks: Ranks) -> tuple[str, float]:
     _generation(transport, slot)
     ranks.sync()
     if ranks.rank == 1:
-        time.sleep(1.6)
-        _vanish(transport)
-        for rank in (0, 2):
-            ranks.ask(f"raised/{rank}")
+        _vanish(ranks, transport, 1.6)
         return "", 0.0
     start = time.monotonic()
     with pytest.raises(PeerFailedError) as caught:
