@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,10 +89,13 @@ def _given(config: Any) -> tuple[int, int]:
 
 
 @pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Nccl:
+def nccl(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nccl]:
     made = Nccl()
     monkeypatch.setattr(library, "_library", lambda: made)
-    return made
+    yield made
+    made.over.set()
+    for thread in tuple(library._ending):  # before the library is the real one again
+        thread.join(10)
 
 
 def _wait(arrived: Callable[[float], bool], what: str) -> None:
@@ -145,9 +148,11 @@ def test_a_group_that_nccl_issues_later_is_waited_for(nccl: Nccl, aborted: bool)
     communicator = _origin().split(None, _wait)
     nccl.group_code, nccl.group_polls = _IN_PROGRESS, 1_000_000 if aborted else 5
     if aborted:
-        threading.Timer(0.1, communicator.abort, [None]).start()
+        timer = threading.Timer(0.1, communicator.abort, [None])
+        timer.start()
         with pytest.raises(NcclError, match="aborted"), communicator.group():
             pass
+        timer.join()
     else:
         with communicator.group():
             pass
