@@ -15,6 +15,7 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -26,6 +27,7 @@ from cptransport.backend import (
     BackgroundCall,
     ControlPlane,
     Generation,
+    LimitedCalls,
     TransportBase,
     exclusive_stream,
     release_stream,
@@ -148,9 +150,9 @@ class LanesTransport(TransportBase):
             lane.stream.synchronize()  # the watchdog ends it
         if self._captured and not torch.cuda.is_current_stream_capturing():
             # Replays may be under way on any stream, and nobody watches them.
-            replays = BackgroundCall(partial(torch.cuda.synchronize, self.device), "cpt-nccl-drain")
-            if not replays.ended(self.timeout_s):
-                replays.give_up()
+            wait = LimitedCalls("cpt-nccl-drain")
+            with suppress(RuntimeError):  # CUDA allows no such wait while another thread captures
+                wait(partial(torch.cuda.synchronize, self.device), self.timeout_s)
         if self._error is None and self._lanes:
             try:
                 texts = self.control.exchange(self._order.text(), "nccl: closing")
