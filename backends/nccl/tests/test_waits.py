@@ -42,6 +42,15 @@ def _generation(transport: Any, slot: Slot) -> torch.Tensor | None:
     return got
 
 
+def _after_one(ranks: Ranks, which: str, timeout_s: float) -> tuple[Any, Slot]:
+    """Return a transport and a slot, one generation of which has arrived everywhere."""
+    transport: Any = ranks.create(timeout_s=timeout_s)
+    slot, _ = _SLOTS[which]
+    _generation(transport, slot)
+    ranks.sync()
+    return transport, slot
+
+
 def _generations(transport: Any, slot: Slot) -> None:
     """More than can end without a peer; what the watchdog has to say is said at the latest by the check."""
     for _ in range(2):
@@ -76,6 +85,13 @@ def test_what_never_arrived_is_nan(run: Any, which: str) -> None:
     assert all(after), after
 
 
+def _until_it_raises(transport: Any) -> None:
+    end = time.monotonic() + 5.0
+    while time.monotonic() < end:
+        transport.check()
+        time.sleep(0.01)
+
+
 def _vanish(ranks: Ranks, transport: Any, after_s: float, words: str = "") -> None:
     """End as the others see it; return when they have raised."""
     time.sleep(after_s)
@@ -90,10 +106,7 @@ def _vanish(ranks: Ranks, transport: Any, after_s: float, words: str = "") -> No
 
 def _one_vanishes(ranks: Ranks, words: bool) -> str:
     """Rank 1 ends while the others wait for it; NCCL says only that a connection closed."""
-    transport: Any = ranks.create(timeout_s=8.0)
-    slot, _ = _SLOTS["no routes"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "no routes", timeout_s=8.0)
     if ranks.rank == 1:
         _vanish(ranks, transport, 0.3, "words of rank 1" if words else "")
         return ""
@@ -117,10 +130,7 @@ def test_words_of_who_failed_come_before_those_of_nccl(run: Any) -> None:
 
 def _behind_another(ranks: Ranks) -> str:
     """Rank 1 ends; rank 0 waits for rank 2 alone, which waits for rank 1."""
-    transport: Any = ranks.create(timeout_s=8.0)
-    slot, _ = _SLOTS["no routes"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "no routes", timeout_s=8.0)
     if ranks.rank == 1:
         _vanish(ranks, transport, 0.3)
         return ""
@@ -131,6 +141,11 @@ def _behind_another(ranks: Ranks) -> str:
         _until_it_raises(transport)
     ranks.tell(f"raised/{ranks.rank}", "")
     return str(caught.value)
+
+
+def test_who_vanished_is_named_by_who_waits_for_another(run: Any) -> None:
+    for said in run(_behind_another)[::2]:
+        assert "no word from rank 1" in said or "rank 2 failed" in said, said
 
 
 def _beside_idle(ranks: Ranks) -> Any:
@@ -157,10 +172,7 @@ def test_who_vanished_is_named_beside_ranks_that_wait_for_nobody(run: Any) -> No
 
 def _own_fault(ranks: Ranks) -> str:
     """NCCL cannot issue rank 1's work, for a reason of that rank's own."""
-    transport: Any = ranks.create(timeout_s=8.0)
-    slot, _ = _SLOTS["rows"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "rows", timeout_s=8.0)
     if ranks.rank == 1:
         transport._lanes["routes"].communicator.fault = NcclError("ncclGroupEnd: bad CUDA", 1)
     start = time.monotonic()
@@ -180,24 +192,9 @@ def test_a_fault_of_a_rank_s_own_is_no_peer_s(run: Any) -> None:
         assert "bad CUDA" in said
 
 
-def _until_it_raises(transport: Any) -> None:
-    end = time.monotonic() + 5.0
-    while time.monotonic() < end:
-        transport.check()
-        time.sleep(0.01)
-
-
-def test_who_vanished_is_named_by_who_waits_for_another(run: Any) -> None:
-    for said in run(_behind_another)[::2]:
-        assert "no word from rank 1" in said or "rank 2 failed" in said, said
-
-
 def _vanishes_late(ranks: Ranks) -> tuple[str, float]:
     """Rank 1 ends without a word shortly before the others' limit."""
-    transport: Any = ranks.create(timeout_s=2.0)
-    slot, _ = _SLOTS["all-gather"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "all-gather", timeout_s=2.0)
     if ranks.rank == 1:
         _vanish(ranks, transport, 1.6)
         return "", 0.0
@@ -217,10 +214,7 @@ def test_words_are_not_waited_for_beyond_the_limit(run: Any) -> None:
 
 def _slow_abort(ranks: Ranks) -> tuple[float, float, bool]:
     """Rank 2 does not come, and NCCL frees nothing for a while after it was aborted."""
-    transport: Any = ranks.create(timeout_s=1.0)
-    slot, _ = _SLOTS["rows"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "rows", timeout_s=1.0)
     if ranks.rank == 2:
         for rank in (0, 1):
             ranks.ask(f"raised/{rank}")
@@ -250,10 +244,7 @@ def test_an_abort_that_takes_long_holds_up_no_error(
 
 def _held_up(ranks: Ranks) -> float:
     """NCCL holds rank 0's host up for ever in a call that issues work."""
-    transport: Any = ranks.create(timeout_s=1.0)
-    slot, _ = _SLOTS["rows"]
-    _generation(transport, slot)
-    ranks.sync()
+    transport, slot = _after_one(ranks, "rows", timeout_s=1.0)
     if ranks.rank == 0:
         transport._lanes["routes"].communicator.held_up = True
     start = time.monotonic()
