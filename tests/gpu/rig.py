@@ -127,7 +127,10 @@ def _claim(ranks: Ranks) -> Capabilities:
 
 
 def report(name: str, ranks: int, **figures: Any) -> None:
-    """Write what a test measured to ``$CPTRANSPORT_RESULTS/NAME.json``, with the machine and the banner."""
+    """Write what a test measured to ``$CPTRANSPORT_RESULTS/NAME.json``, with the machine and the banner.
+
+    Ranks that have a GPU each write to ``N-GPUs-NAME.json``: other figures than those that share one.
+    """
     folder = os.environ.get(RESULTS)
     if not folder:
         return
@@ -142,7 +145,8 @@ def report(name: str, ranks: int, **figures: Any) -> None:
         "software": software(),
         **figures,
     }
-    path = Path(folder) / f"{name}.json"
+    apart = f"{gpus}-GPUs-" if gpus > 1 else ""
+    path = Path(folder) / f"{apart}{name}.json"
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 

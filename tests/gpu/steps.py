@@ -499,5 +499,6 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
         _mixer("D", ranks, full, small=False, backend="cupy_ipc", **long),
         _mixer("D", ranks, small, small=True, backend="cupy_ipc", **long),
         *(_capture("D", backend, ranks) for backend in BACKENDS),
+        *(_endurance("D", backend, ranks) for backend in BACKENDS),
     ]
     return [replace(step, name=f"{ranks} GPUs: {step.name}") for step in made]
