@@ -467,7 +467,7 @@ def _many_gpus(out: Path, gpus: int) -> list[Step]:
     ways = [word for how in compositions for word in ("--composition", how)]
     lengths = [4096, 16384, 65536] + ([131072] if ranks > 2 else [])
     full = [f"{length // ranks}x64" for length in lengths]
-    small = [f"{length // ranks}x32" for length in lengths[: 2 if ranks == 2 else None]]
+    small = [f"{length // ranks}x32" for length in lengths]
     long = {"more": ways, "limit_s": 280} if ranks > 2 else {}
     few = () if ranks > 2 else ("--composition", "gather")
     made = [
