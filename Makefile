@@ -52,7 +52,8 @@ demo: $(INSTALLED)
 # mostly compute run beside those that mostly wait for each other, which come first.
 PYTEST := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
 	-m 'not gpu and not multigpu and not slow'
-COMPUTING := $(addprefix tests/,bench engines kernels layout_conversion mixer_modes ops packaging planning)
+COMPUTING := $(addprefix tests/,bench demo engines integration integrations kernels layout_conversion \
+	mixer_modes ops packaging planning)
 
 test: $(INSTALLED)
 ifeq ($(ARGS),)

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -327,15 +327,28 @@ def test_among_ranks_a_peer_is_paired_with_the_backend_that_it_ran_beside(
     assert len(table) == 6  # both compositions among ranks
 
 
-@pytest.mark.filterwarnings("ignore::cptransport.errors.BackendFallbackWarning")
+ANOTHER_ENGINE = """
+from cptransport.engines.torch import TorchKDA
+
+class Engine(TorchKDA):
+    name = "another"
+
+ENGINE = Engine()
+"""
+
+
 def test_rows_that_a_bench_made_are_paired(
-    driver: ModuleType, monkeypatch: pytest.MonkeyPatch
+    driver: ModuleType, distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several engines, gates and shapes in one run, beside a peer that is sharded."""
+    name = "cpt_engine_another"
+    engines, modules = {"another": f"{name}:ENGINE"}, {name: ANOTHER_ENGINE}
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.syspath_prepend(distribution("another", engines=engines, modules=modules))
     monkeypatch.setitem(baselines.BASELINES["kda"], "fla", sharded_peer)  # type: ignore[index]
     made = bench(
         "kda", "--key-dim", "8", "--value-dim", "4", "--shape", "20x1", "--shape", "12x2",
-        "--gate-mean", "-0.01", "--gate-mean", "-1", "--engine", "torch", "--engine", "triton",
+        "--gate-mean", "-0.01", "--gate-mean", "-1", "--engine", "torch", "--engine", "another",
         "--baseline", "fla", "--overlap",
     )  # fmt: skip
 
@@ -349,6 +362,7 @@ def test_rows_that_a_bench_made_are_paired(
     ours, theirs = times("cptransport-cp", engine="torch", overlap=False), times("fla")
     assert len(ours) == 4
     assert ours.keys() == theirs.keys()
+    assert ours.keys() == times("cptransport-cp", engine="another", overlap=False).keys()
     table = [line.strip("| ").split(" | ") for line in driver.markdown([made]).splitlines()[2:]]
     found = [
         tuple(line[2:4])
