@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -49,5 +50,20 @@ def distribution(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         for module, source in (modules or {}).items():
             (folder / f"{module}.py").write_text(source)
         return folder
+
+    return make
+
+
+@pytest.fixture
+def install_engine(
+    distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """Return a function that installs a distribution with one engine, ``ENGINE`` of its source."""
+
+    def make(name: str, *, point: str, source: str) -> None:
+        module = f"cpt_engine_{name.replace('-', '_')}"
+        folder = distribution(name, engines={point: f"{module}:ENGINE"}, modules={module: source})
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        monkeypatch.syspath_prepend(folder)
 
     return make

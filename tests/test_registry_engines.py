@@ -30,19 +30,6 @@ ENGINE = Engine()
 """
 
 
-@pytest.fixture
-def install(distribution: MakeDistribution, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that installs a distribution with one engine."""
-
-    def make(name: str, *, point: str, source: str) -> None:
-        module = f"cpt_engine_{name.replace('-', '_')}"
-        folder = distribution(name, engines={point: f"{module}:ENGINE"}, modules={module: source})
-        monkeypatch.delitem(sys.modules, module, raising=False)
-        monkeypatch.syspath_prepend(folder)
-
-    return make
-
-
 @pytest.mark.parametrize("op", ["kda", "ssd"])
 def test_the_reference_engine_is_always_there(op: str) -> None:
     engine = registry.load_engine(op, "torch")
@@ -50,14 +37,14 @@ def test_the_reference_engine_is_always_there(op: str) -> None:
     assert registry.engine_names(op)[0] == "torch"
 
 
-def test_asking_for_ours_imports_no_plugin(install: Callable[..., None]) -> None:
-    install("unasked", point="x", source="1 / 0")
+def test_asking_for_ours_imports_no_plugin(install_engine: Callable[..., None]) -> None:
+    install_engine("unasked", point="x", source="1 / 0")
     registry.load_engine("kda", "torch")
     assert "cpt_engine_unasked" not in sys.modules
 
 
-def test_a_plugin_is_found_by_what_it_says_of_itself(install: Callable[..., None]) -> None:
-    install("fast", point="whatever", source=ENGINE.format(op="ssd", name="fast"))
+def test_a_plugin_is_found_by_what_it_says_of_itself(install_engine: Callable[..., None]) -> None:
+    install_engine("fast", point="whatever", source=ENGINE.format(op="ssd", name="fast"))
     assert registry.load_engine("ssd", "fast").name == "fast"
     assert "fast" in registry.engine_names("ssd")
     assert "fast" not in registry.engine_names("kda")
@@ -109,10 +96,10 @@ def test_our_engine_without_the_library_it_needs_is_unavailable(
 
 
 def test_a_broken_plugin_that_is_asked_for_raises_its_cause_and_affects_no_other(
-    install: Callable[..., None],
+    install_engine: Callable[..., None],
 ) -> None:
-    install("slow", point="kda_slow", source="raise OSError('libslow.so is missing')")
-    install("quick", point="kda_quick", source=ENGINE.format(op="kda", name="quick"))
+    install_engine("slow", point="kda_slow", source="raise OSError('libslow.so is missing')")
+    install_engine("quick", point="kda_quick", source=ENGINE.format(op="kda", name="quick"))
     with pytest.raises(BackendLoadError, match=r"slow 1.0.*libslow.so is missing") as caught:
         registry.load_engine("kda", "slow")
     assert type(caught.value.__cause__) is OSError
@@ -122,22 +109,24 @@ def test_a_broken_plugin_that_is_asked_for_raises_its_cause_and_affects_no_other
         registry.load_engine("kda", "quikc")
 
 
-def test_two_distributions_may_not_claim_one_engine(install: Callable[..., None]) -> None:
+def test_two_distributions_may_not_claim_one_engine(install_engine: Callable[..., None]) -> None:
     for name in ("one-engine", "other-engine"):
-        install(name, point="twin", source=ENGINE.format(op="kda", name="twin"))
+        install_engine(name, point="twin", source=ENGINE.format(op="kda", name="twin"))
     with pytest.raises(BackendConflictError, match="one-engine and by other-engine"):
         registry.load_engine("kda", "twin")
 
 
-def test_a_plugin_may_not_shadow_ours(install: Callable[..., None]) -> None:
-    install("shadow-engine", point="torch", source=ENGINE.format(op="kda", name="torch"))
+def test_a_plugin_may_not_shadow_ours(install_engine: Callable[..., None]) -> None:
+    install_engine("shadow-engine", point="torch", source=ENGINE.format(op="kda", name="torch"))
     assert type(registry.load_engine("kda", "torch")).__module__.startswith("cptransport.")
     assert registry.engine_names("kda").count("torch") == 1
     assert any("by cptransport and by shadow-engine" in text for text in registry.broken_engines())
 
 
-def test_an_engine_that_lacks_a_method_breaks_the_contract(install: Callable[..., None]) -> None:
+def test_an_engine_that_lacks_a_method_breaks_the_contract(
+    install_engine: Callable[..., None],
+) -> None:
     source = ENGINE.format(op="kda", name="half").replace("backward_local = ", "")
-    install("half", point="half", source=source)
+    install_engine("half", point="half", source=source)
     with pytest.raises(BackendContractError, match="half 1.0 .* lacks backward_local"):
         registry.load_engine("kda", "half")

@@ -338,13 +338,10 @@ ENGINE = Engine()
 
 
 def test_rows_that_a_bench_made_are_paired(
-    driver: ModuleType, distribution: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    driver: ModuleType, install_engine: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Several engines, gates and shapes in one run, beside a peer that is sharded."""
-    name = "cpt_engine_another"
-    engines, modules = {"another": f"{name}:ENGINE"}, {name: ANOTHER_ENGINE}
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.syspath_prepend(distribution("another", engines=engines, modules=modules))
+    install_engine("another", point="another", source=ANOTHER_ENGINE)
     monkeypatch.setitem(baselines.BASELINES["kda"], "fla", sharded_peer)  # type: ignore[index]
     made = bench(
         "kda", "--key-dim", "8", "--value-dim", "4", "--shape", "20x1", "--shape", "12x2",
